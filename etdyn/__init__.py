@@ -1,0 +1,44 @@
+"""etdyn: the Energy Transformer as a dynamical system."""
+
+from etdyn.energies import Attention, Energy, EnergySum, Hopfield
+from etdyn.lagrangians import Lagrangian, LayerNorm
+from etdyn.solve import (
+    Failure,
+    Method,
+    Solution,
+    SolveError,
+    Stats,
+    Status,
+    available_methods,
+    descend,
+    solve,
+)
+from etdyn.store import load, save
+from etdyn.systems import EnergyTransformer, System
+from etdyn.tasks import ImageCompletion, load_model, load_official_checkpoint, save_model
+
+__all__ = [
+    "Attention",
+    "Energy",
+    "EnergySum",
+    "EnergyTransformer",
+    "Failure",
+    "Hopfield",
+    "ImageCompletion",
+    "Lagrangian",
+    "LayerNorm",
+    "Method",
+    "Solution",
+    "SolveError",
+    "Stats",
+    "Status",
+    "System",
+    "available_methods",
+    "descend",
+    "load",
+    "load_model",
+    "load_official_checkpoint",
+    "save",
+    "save_model",
+    "solve",
+]

@@ -1,0 +1,114 @@
+"""The laws of motion of a token configuration: what each adds to the pair (Lagrangian, force).
+
+A dynamics has no parameters. It says how x becomes g, what the velocity is, which energy falls
+and how fast, and in which clock. `System` passes it the Lagrangian and the interaction.
+"""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from etdyn.lagrangians import LayerNorm
+
+__all__ = ["DYNAMICS", "Dynamics"]
+
+
+class Dynamics(ABC):
+    """One law of motion; states and forces are `(batch, token, feature)`."""
+
+    name: str
+
+    def activation(self, lagrangian: LayerNorm, x: Tensor) -> Tensor:
+        """g of the state x."""
+        return lagrangian.activation(x)
+
+    def prepare(self, lagrangian: LayerNorm, x: Tensor) -> Tensor:
+        """Bring a start, or the result of a discrete step, onto the state space."""
+        return x
+
+    def neuron_energy(self, lagrangian: LayerNorm, x: Tensor) -> Tensor | None:
+        """What the Lyapunov function has beyond E(g), `(batch, token)`; None: nothing."""
+        return None
+
+    def clock_rate(self, lagrangian: LayerNorm, x: Tensor) -> Tensor:
+        """dtau/dt = gamma/sigma, `(batch, token)`: tau is the clock of the sphere dynamics."""
+        return lagrangian.gamma / lagrangian.sigma(x)
+
+    @abstractmethod
+    def velocity(self, lagrangian: LayerNorm, x: Tensor, force: Tensor) -> Tensor:
+        """dx/dt, given force = -grad_g E at g(x)."""
+
+    def dissipation(self, lagrangian: LayerNorm, x: Tensor, force: Tensor) -> Tensor:
+        """Exact -d(energy)/dt = v.Mv, `(batch,)`."""
+        v = self.velocity(lagrangian, x, force)
+        return (v * lagrangian.metric(x, v)).sum((1, 2))
+
+
+class Published(Dynamics):
+    """dx/dt = -grad_g E(g(x)), Hoover et al. 2023, equation 1.
+
+    dE/dt = -f.Mf (ET-F11). There is no fixed point in x: tokens drift while g converges.
+    """
+
+    name = "et"
+
+    def velocity(self, lagrangian: LayerNorm, x: Tensor, force: Tensor) -> Tensor:
+        """The force."""
+        return force
+
+
+class Leaky(Dynamics):
+    """dx/dt = -x - grad_g E(g(x)), the hierarchical associative memory (ET-F30).
+
+    The Lyapunov function is E + sum(x.g - L), and its slope -v.Mv. Euler with step 1 is the
+    self-consistency map x -> force(x).
+    """
+
+    name = "leaky"
+
+    def velocity(self, lagrangian: LayerNorm, x: Tensor, force: Tensor) -> Tensor:
+        """Force minus x."""
+        return force - x
+
+    def neuron_energy(self, lagrangian: LayerNorm, x: Tensor) -> Tensor | None:
+        """x.g - L."""
+        return lagrangian.legendre(x)
+
+
+class Sphere(Dynamics):
+    """dg/dtau = -P grad_g E(g): gradient descent on a product of spheres, in its own clock.
+
+    The state x has mean 0 and standard deviation 1 and carries g = gamma x + delta; between
+    steps any positive scale and any mean mean the same (ET section 1.5, A-F5).
+    """
+
+    name = "sphere"
+
+    @staticmethod
+    def _std(lagrangian: LayerNorm, x: Tensor) -> Tensor:
+        return lagrangian.centre(x).square().mean(-1, keepdim=True).sqrt()
+
+    def activation(self, lagrangian: LayerNorm, x: Tensor) -> Tensor:
+        """g = gamma (x - mean) / std + delta, without eps."""
+        y = lagrangian.centre(x)
+        return lagrangian.gamma * (y / self._std(lagrangian, x)) + lagrangian.delta
+
+    def prepare(self, lagrangian: LayerNorm, x: Tensor) -> Tensor:
+        """x at mean 0 and standard deviation 1; a constant token raises `ValueError`."""
+        return lagrangian.normalise(x)
+
+    def clock_rate(self, lagrangian: LayerNorm, x: Tensor) -> Tensor:
+        """One."""
+        return torch.ones_like(x[..., 0])
+
+    def velocity(self, lagrangian: LayerNorm, x: Tensor, force: Tensor) -> Tensor:
+        """(std/gamma) P force, so that g moves by P force."""
+        return self._std(lagrangian, x) / lagrangian.gamma * lagrangian.tangent(x, force)
+
+    def dissipation(self, lagrangian: LayerNorm, x: Tensor, force: Tensor) -> Tensor:
+        """|P force|^2, `(batch,)`."""
+        return lagrangian.tangent(x, force).square().sum((1, 2))
+
+
+DYNAMICS: dict[str, Dynamics] = {d.name: d for d in (Published(), Leaky(), Sphere())}

@@ -1,0 +1,19 @@
+"""Moving a System: the discrete model, the flow, and what they return."""
+
+from etdyn.solve.discrete import descend, iterate
+from etdyn.solve.flow import solve
+from etdyn.solve.methods import Method, available_methods
+from etdyn.solve.solution import Failure, Solution, SolveError, Stats, Status
+
+__all__ = [
+    "Failure",
+    "Method",
+    "Solution",
+    "SolveError",
+    "Stats",
+    "Status",
+    "available_methods",
+    "descend",
+    "iterate",
+    "solve",
+]

@@ -1,0 +1,119 @@
+"""Methods of torchdiffeq by name, validated: what is installed, what each needs and accepts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchdiffeq._impl.fixed_adams import AdamsBashforthMoulton
+from torchdiffeq._impl.odeint import SOLVERS
+from torchdiffeq._impl.scipy_wrapper import ScipyWrapperODESolver
+from torchdiffeq._impl.solvers import FixedGridODESolver
+
+from etdyn.checks import bad, check_count, check_positive
+
+__all__ = ["Method", "available_methods"]
+
+# Set by the adapter itself, or meaningless to a user.
+_RESERVED = {
+    "self", "func", "y0", "rtol", "atol", "norm", "dtype", "step_size", "grid_constructor",
+    "interp", "perturb", "step_t", "max_num_steps", "kwargs", "unused_kwargs", "implicit",
+}  # fmt: skip
+
+
+def available_methods(fixed_step: bool | None = None) -> tuple[str, ...]:
+    """The method names that the installed torchdiffeq offers.
+
+    fixed_step: only those that need a `step` (True), or only those that choose it (False).
+    """
+    return tuple(
+        name
+        for name, solver in sorted(SOLVERS.items())
+        if fixed_step is None or issubclass(solver, FixedGridODESolver) == fixed_step
+    )
+
+
+@dataclass(frozen=True)
+class Method:
+    """A named, validated way to integrate.
+
+    Args:
+        name: one of `available_methods()`.
+        step: largest step of a fixed-step method; every save interval is cut into equal steps
+            no larger than this, so that save times are met exactly.
+        rtol, atol: tolerances of an adaptive method, on the largest per-sample RMS error.
+        options: further options of the torchdiffeq method by name (`first_step`, `max_order`).
+
+    Raises:
+        ValueError, TypeError: an unknown name (the message lists the installed ones), a
+            fixed-step method without a step or an adaptive one with it, an unknown option.
+    """
+
+    name: str
+    step: float | None = None
+    rtol: float = 1e-6
+    atol: float = 1e-8
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.name not in SOLVERS:
+            raise bad("method", "one of " + ", ".join(available_methods()), repr(self.name))
+        if self.fixed_step:
+            if self.step is None:
+                raise bad("step", f"a step size for the fixed-step method {self.name!r}", None)
+            check_positive("step", self.step)
+        elif self.step is not None:
+            raise bad("step", f"none: {self.name!r} chooses its own steps", self.step)
+        check_positive("rtol", self.rtol)
+        check_positive("atol", self.atol, zero=True)
+        unknown = set(self.options) - self.known_options
+        if unknown:
+            known = ", ".join(sorted(self.known_options)) or "none"
+            raise bad("options", f"options of {self.name!r}: {known}", sorted(unknown))
+        if "max_order" in self.options:
+            check_count("max_order", self.options["max_order"], least=4)
+
+    @property
+    def fixed_step(self) -> bool:
+        """Whether the method steps on a grid."""
+        return issubclass(SOLVERS[self.name], FixedGridODESolver)
+
+    @property
+    def multistep(self) -> bool:
+        """Whether the method remembers earlier steps, and so needs them equal."""
+        return issubclass(SOLVERS[self.name], AdamsBashforthMoulton)
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether gradients pass through the method (scipy's do not)."""
+        return not issubclass(SOLVERS[self.name], ScipyWrapperODESolver)
+
+    @property
+    def known_options(self) -> frozenset[str]:
+        """The names that `options` may hold, read from the installed solver."""
+        names: set[str] = set()
+        for cls in SOLVERS[self.name].__mro__[:-1]:
+            if "__init__" in vars(cls):
+                names |= set(inspect.signature(cls.__init__).parameters)
+        return frozenset(names - _RESERVED)
+
+    @property
+    def callbacks(self) -> frozenset[str]:
+        """Which of torchdiffeq's step callbacks the method calls."""
+        return frozenset(SOLVERS[self.name].valid_callbacks())
+
+    def describe(self) -> dict[str, Any]:
+        """The method as JSON can hold it."""
+        return {
+            "name": self.name,
+            "step": self.step,
+            "rtol": None if self.fixed_step and not self.multistep else self.rtol,
+            "atol": None if self.fixed_step and not self.multistep else self.atol,
+            "options": {k: _plain(v) for k, v in self.options.items()},
+        }
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else value

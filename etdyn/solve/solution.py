@@ -1,0 +1,159 @@
+"""What a solver returns: times, states, a status for every sample, and what it cost."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import torch
+import xarray as xr
+from torch import Tensor
+
+from etdyn import store
+from etdyn.systems import System
+
+__all__ = ["Failure", "Solution", "SolveError", "Stats", "Status"]
+
+
+class Status(IntEnum):
+    """How the integration of one sample ended."""
+
+    FINISHED = 0  # the last time was reached
+    MAX_STEPS = 1  # the step limit came first
+    NONFINITE = 2  # the velocity or the state became NaN or infinite
+    DT_MIN = 3  # the step fell below what the time can resolve
+    INTERRUPTED = 4  # healthy, ended by another sample of its batch
+
+
+@dataclass
+class Stats:
+    """What a solve cost. One evaluation is one force per sample.
+
+    `backward` counts evaluations of the backsolve gradient and grows while autograd runs; the
+    direct gradient makes none. A method that does not report its steps has `None` there.
+    """
+
+    evaluations: int = 0
+    backward: int = 0
+    accepted: int | None = 0
+    rejected: int | None = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Where and why a solve ended early: flow time, samples at fault, and the reason."""
+
+    time: float
+    samples: tuple[int, ...]
+    reason: str
+
+
+class SolveError(RuntimeError):
+    """A solve ended with a bad status; `solution` holds everything computed until then."""
+
+    def __init__(self, solution: Solution) -> None:
+        assert solution.failure is not None
+        names = sorted({Status(s).name for s in solution.status.tolist()})
+        super().__init__(
+            f"{'/'.join(names)} at t = {solution.failure.time:.6g} in samples "
+            f"{list(solution.failure.samples)}: {solution.failure.reason}. The exception's "
+            "`solution` ends at the last good state; throw=False returns it instead."
+        )
+        self.solution = solution
+
+
+@dataclass
+class Solution:
+    """A trajectory and how it came about.
+
+    Attributes:
+        t: float64 `(time,)`, dimensionless flow time.
+        x: `(time, batch, token, feature)`, the states at `t`.
+        status: int8 `(batch,)`, values of `Status`.
+        stats: what it cost.
+        system: what moved; the observables of `to_xarray` come from it.
+        config: method, system and arguments, as JSON can hold them.
+        failure: where and why, when it ended early.
+    """
+
+    t: Tensor
+    x: Tensor
+    status: Tensor
+    stats: Stats
+    system: System
+    config: dict[str, Any] = field(default_factory=dict)
+    failure: Failure | None = None
+
+    @torch.no_grad()
+    def to_xarray(self, states: bool = True, relative: bool = False) -> xr.Dataset:
+        """The trajectory as a labelled dataset (schema "etdyn.solution/1").
+
+        Args:
+            states: keep x; without, only the observables stay.
+            relative: energies without their zero-weight constant.
+
+        Returns:
+            Dataset with dims time, sample, token, feature and variables `x`, `energy`,
+            `energy_<term>`, `interaction_energy`, `dissipation`, `residual`, `clock` (the mean
+            over tokens of the intrinsic time tau, trapezoidal in t between the saved times),
+            `status`. All are dimensionless.
+        """
+        columns: dict[str, list[Tensor]] = {}
+        for x in self.x.detach():
+            for name, value in self._observe(x, relative).items():
+                columns.setdefault(name, []).append(value)
+        values = {name: torch.stack(column).cpu().numpy() for name, column in columns.items()}
+        t = self.t.cpu().numpy()
+        rate = values.pop("clock_rate")
+        gained = 0.5 * (rate[1:] + rate[:-1]) * np.diff(t)[:, None]
+        values["clock"] = np.concatenate([np.zeros_like(rate[:1]), gained.cumsum(0)])
+        dims = ("time", "sample")
+        data: dict[str, Any] = {n: (dims, v, {"units": "1"}) for n, v in values.items()}
+        meanings = " ".join(s.name for s in Status)
+        data["status"] = (
+            ("sample",),
+            self.status.cpu().numpy(),
+            {"flag_values": [int(s) for s in Status], "flag_meanings": meanings},
+        )
+        if states:
+            data["x"] = ((*dims, "token", "feature"), self.x.detach().cpu().numpy(), {"units": "1"})
+        attrs = store.provenance("etdyn.solution/1", self._config(relative), self.x)
+        coords = {
+            "time": ("time", t, {"units": "1", "long_name": "flow time"}),
+            "sample": np.arange(self.x.shape[1]),
+        }
+        return xr.Dataset(data, coords, attrs)
+
+    def save(self, path: str | os.PathLike[str], states: bool = True) -> None:
+        """Write `to_xarray(states)` to a zarr store, atomically; read it with `etdyn.load`."""
+        store.save(self.to_xarray(states), path)
+
+    def _observe(self, x: Tensor, relative: bool) -> dict[str, Tensor]:
+        terms = self.system.energies(x, relative)
+        return {
+            "energy": torch.stack(list(terms.values())).sum(0),
+            **{f"energy_{name}": value for name, value in terms.items()},
+            "interaction_energy": self.system.interaction_energy(x, relative),
+            "dissipation": self.system.dissipation(x),
+            "residual": self.system.residual(x),
+            "clock_rate": self.system.clock_rate(x).mean(1),
+        }
+
+    def _config(self, relative: bool) -> dict[str, Any]:
+        config = {**self.config, "relative_energies": relative, "stats": vars(self.stats)}
+        if self.failure is not None:
+            config["failure"] = vars(self.failure)
+        return config
+
+
+def describe_system(system: System) -> dict[str, Any]:
+    """A system as JSON can hold it: class, dynamics, and arguments where it knows them."""
+    return {
+        "class": type(system).__name__,
+        "dynamics": system.dynamics,
+        "config": getattr(system, "config", None),
+    }

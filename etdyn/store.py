@@ -1,0 +1,128 @@
+"""Results on disk: xarray objects as zarr, written atomically, with their provenance."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import xarray as xr
+from torch import Tensor
+
+from etdyn.checks import bad
+
+__all__ = ["load", "provenance", "save", "write_atomically"]
+
+_PACKAGES = ("etdyn", "torch", "torchdiffeq", "numpy", "scipy", "xarray", "zarr")
+
+
+def provenance(schema: str, config: dict[str, Any], like: Tensor) -> dict[str, Any]:
+    """The attributes that every result carries.
+
+    Args:
+        schema: name and version of the layout, such as "etdyn.solution/1".
+        config: what was run, as JSON can hold it; stored as one JSON string.
+        like: a tensor with the dtype and device of the computation.
+
+    Returns:
+        Attributes of plain strings and booleans, which zarr and netCDF both keep.
+    """
+    return {
+        "etdyn_schema": schema,
+        "etdyn_config": json.dumps(config, sort_keys=True),
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": json.dumps(_versions()),
+        "python": platform.python_version(),
+        "git_revision": _revision(),
+        "dtype": str(like.dtype).removeprefix("torch."),
+        "device": str(like.device),
+        "tf32": str(torch.backends.cuda.matmul.allow_tf32),
+    }
+
+
+def save(data: xr.Dataset | xr.DataTree, path: str | os.PathLike[str]) -> None:
+    """Write a result to a zarr store at `path`, replacing one that is there.
+
+    The store appears under its name only when it is complete.
+
+    Raises:
+        ValueError: something that is not a zarr store stands at `path`.
+    """
+    path = Path(path)
+    if path.exists() and not (path / "zarr.json").exists():
+        raise bad("path", "a new name or an existing zarr store", path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as parent:
+        fresh, old = Path(parent) / "new", Path(parent) / "old"
+        data.to_zarr(fresh, mode="w", consolidated=False)
+        if path.exists():
+            path.rename(old)
+        fresh.rename(path)
+
+
+def load(path: str | os.PathLike[str]) -> xr.Dataset | xr.DataTree:
+    """Read a result that `save` wrote, into memory: a Dataset, or a DataTree if it has groups.
+
+    Raises:
+        ValueError: `path` is not a zarr store, or not one of etdyn's.
+    """
+    path = Path(path)
+    if not (path / "zarr.json").exists():
+        raise bad("path", "a zarr store", f"{path} (no zarr.json there)")
+    tree = xr.open_datatree(path, engine="zarr", consolidated=False).load()
+    tree.close()
+    if "etdyn_schema" not in tree.attrs:
+        raise bad("path", "a result of etdyn (attribute etdyn_schema)", path)
+    return tree if tree.children else tree.to_dataset()
+
+
+def write_atomically(path: str | os.PathLike[str], content: bytes | str) -> None:
+    """Write a file so that its name never holds half of it."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = content.encode() if isinstance(content, str) else content
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as f:
+        try:
+            f.write(data)
+            f.close()
+            os.chmod(f.name, 0o644)
+            os.replace(f.name, path)
+        except BaseException:
+            os.unlink(f.name)
+            raise
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+@functools.cache
+def _revision() -> str:
+    """The git revision of this checkout, with "+" when the tree has changes; else "unknown"."""
+    here = Path(__file__).parent
+    git = shutil.which("git")
+    if git is None or not (here.parent / ".git").exists():
+        return "unknown"
+
+    def ask(*words: str) -> str:
+        done = subprocess.run([git, *words], cwd=here, capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    head = ask("rev-parse", "HEAD")
+    return (head + ("+" if ask("status", "--porcelain") else "")) if head else "unknown"

@@ -1,0 +1,35 @@
+"""Real data around a System: models, training, metrics."""
+
+from etdyn.tasks.baselines import gaussian_completion, mean_completion
+from etdyn.tasks.checkpoints import load_model, load_official_checkpoint, save_model
+from etdyn.tasks.images import (
+    ImageCompletion,
+    draw_masks,
+    masked_error,
+    patchify,
+    psnr,
+    unpatchify,
+)
+from etdyn.tasks.recipes import ModelConfig, TrainCommand, build_model
+from etdyn.tasks.training import TrainConfig, completion_error, evaluation_masks, train
+
+__all__ = [
+    "ImageCompletion",
+    "ModelConfig",
+    "TrainCommand",
+    "TrainConfig",
+    "build_model",
+    "completion_error",
+    "draw_masks",
+    "evaluation_masks",
+    "gaussian_completion",
+    "load_model",
+    "load_official_checkpoint",
+    "masked_error",
+    "mean_completion",
+    "patchify",
+    "psnr",
+    "save_model",
+    "train",
+    "unpatchify",
+]

@@ -6,35 +6,33 @@ downloaded, nothing is extracted to disk, no pickle is read.
 
 from __future__ import annotations
 
-import gzip
-import io
-import lzma
 import math
-import struct
-import tarfile
 import zipfile
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from PIL import Image, ImageOps
 from torch import Tensor
 
 from etdyn.checks import bad, check_count
+from etdyn.datasets.formats import (
+    as_folder,
+    decode_all,
+    find_files,
+    is_image,
+    read_cifar,
+    read_idx,
+    tar_members,
+)
 
 Array = npt.NDArray[Any]
 
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
 ARRAY_DTYPES = ("uint8", "bfloat16", "float16", "float32", "float64")
-CIFAR_RECORD = 1 + 3 * 32 * 32  # one label byte, then the pixels, channel-major
-# what gzip, bz2, lzma and tarfile raise for damaged bytes
-DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError, tarfile.TarError)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -138,13 +136,13 @@ def mnist(folder: str | Path) -> ImageSet:
     """
     parts: list[tuple[Tensor, Tensor | None]] = []
     for prefix in ("train", "t10k"):
-        found = _find(folder, f"{prefix}-images-idx3-ubyte")
+        found = find_files(folder, f"{prefix}-images-idx3-ubyte")
         if not found:
             raise bad("folder", f"a file {prefix}-images-idx3-ubyte[.gz] in it", folder)
-        images = _read_idx(found[0], 3)[:, None]
+        images = read_idx(found[0], 3)[:, None]
         labels = None
-        if labels_found := _find(folder, f"{prefix}-labels-idx1-ubyte"):
-            labels = torch.from_numpy(_read_idx(labels_found[0], 1).astype(np.int64))
+        if labels_found := find_files(folder, f"{prefix}-labels-idx1-ubyte"):
+            labels = torch.from_numpy(read_idx(labels_found[0], 1).astype(np.int64))
             if len(labels) != len(images):
                 raise bad(f"{labels_found[0]}: number of labels", f"{len(images)}", len(labels))
         parts.append((_as_images(images), labels))
@@ -164,10 +162,10 @@ def cifar10(folder: str | Path) -> ImageSet:
     """
     parts: list[tuple[Tensor, Tensor]] = []
     for pattern in ("data_batch*.bin", "test_batch*.bin"):
-        found = _find(folder, pattern)
+        found = find_files(folder, pattern)
         if not found:
             raise bad("folder", f"files {pattern}[.gz|.xz] in it", folder)
-        records = np.concatenate([_read_cifar(path) for path in found])
+        records = np.concatenate([read_cifar(path) for path in found])
         images = _as_images(records[:, 1:].reshape(-1, 3, 32, 32))
         parts.append((images, torch.from_numpy(records[:, 0].astype(np.int64))))
     (train, train_labels), (test, test_labels) = parts
@@ -187,13 +185,13 @@ def image_folder(
     Raises ValueError for no images, for an unreadable or more-than-8-bit image (naming it), and
     for a bad size, channels, held_out or seed (or TypeError).
     """
-    root = _folder("path", path)
+    root = as_folder("path", path)
     files = (
         (file.relative_to(root).as_posix(), file.read_bytes())
         for file in root.rglob("*")
-        if _is_image(file.name) and file.is_file()
+        if is_image(file.name) and file.is_file()
     )
-    stack = _decode_all(root, files, size, channels)
+    stack = decode_all(root, files, size, channels)
     return from_array(stack, held_out, seed, name=root.resolve().name)
 
 
@@ -209,7 +207,7 @@ def image_tar(
     file = Path(path)
     if not file.is_file():
         raise bad("path", "a tar file", path)
-    stack = _decode_all(file, _tar_members(file), size, channels)
+    stack = decode_all(file, tar_members(file), size, channels)
     return from_array(stack, held_out, seed, name=file.name)
 
 
@@ -230,9 +228,9 @@ def load_images(source: str | Path, size: int = 32, channels: int = 3, seed: int
     path = Path(source)
     name = path.name.lower()
     if path.is_dir():
-        if _find(path, "*-images-idx3-ubyte"):
+        if find_files(path, "*-images-idx3-ubyte"):
             return mnist(path)
-        if _find(path, "*.bin"):
+        if find_files(path, "*.bin"):
             return cifar10(path)
         return image_folder(path, size, channels, seed=seed)
     if path.is_file() and name.endswith(TAR_SUFFIXES):
@@ -271,13 +269,6 @@ def _check_labels(name: str, labels: Tensor, count: int) -> None:
         raise TypeError(f"{name}: expected an int64 tensor, got {_kind(labels)}")
     if labels.shape != (count,):
         raise bad(name, f"shape ({count},), one label an image", tuple(labels.shape))
-
-
-def _folder(name: str, path: str | Path) -> Path:
-    folder = Path(path)
-    if not folder.is_dir():
-        raise bad(name, "an existing folder", path)
-    return folder
 
 
 def _as_images(array: Array | Tensor) -> Tensor:
@@ -328,107 +319,3 @@ def _load_numpy(path: Path, seed: int) -> ImageSet:
         return from_array(loaded, seed=seed, name=path.name)
     except (ValueError, TypeError, KeyError, EOFError, OSError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path}: not an array of images: {error}") from error
-
-
-def _find(folder: str | Path, pattern: str) -> list[Path]:
-    """Files of a pattern, sorted; of a file and its compressed copies only the plainest."""
-    found: dict[str, Path] = {}
-    for suffix in (".xz", ".gz", ""):
-        for path in _folder("folder", folder).glob(pattern + suffix):
-            found[path.name.removesuffix(suffix)] = path
-    return [found[name] for name in sorted(found)]
-
-
-def _read(path: Path) -> bytes:
-    """All bytes of a file, decompressed by its suffix."""
-    try:
-        if path.suffix == ".gz":
-            return gzip.decompress(path.read_bytes())
-        if path.suffix == ".xz":
-            return lzma.decompress(path.read_bytes())
-        return path.read_bytes()
-    except DAMAGED as error:
-        raise ValueError(f"{path}: damaged or truncated file: {error}") from error
-
-
-def _read_idx(path: Path, ndim: int) -> npt.NDArray[np.uint8]:
-    """An IDX file of unsigned bytes: 0, 0, type 8, ndim, then big-endian sizes, then data."""
-    data = _read(path)
-    start = 4 + 4 * ndim
-    if data[:3] != b"\0\0\x08":
-        raise bad(f"{path}: magic number", "00 00 08 first", data[:3].hex(" ") or "an empty file")
-    if data[3:4] != bytes([ndim]):
-        raise bad(f"{path}: dimension count", f"{ndim}", list(data[3:4]))
-    if len(data) < start:
-        raise bad(f"{path}: sizes", f"a header of {start} bytes", f"a file of {len(data)}")
-    sizes = struct.unpack(f">{ndim}I", data[4:start])
-    count = math.prod(sizes)
-    if len(data) - start != count or count == 0:
-        expected = f"{' x '.join(map(str, sizes))} = {count} bytes (and some) by the header"
-        raise bad(f"{path}: data", expected, len(data) - start)
-    return np.frombuffer(data, np.uint8, offset=start).reshape(sizes)
-
-
-def _read_cifar(path: Path) -> npt.NDArray[np.uint8]:
-    """Records `(n, 3073)`."""
-    data = np.frombuffer(_read(path), np.uint8)
-    if len(data) == 0 or len(data) % CIFAR_RECORD:
-        raise bad(f"{path}: size", f"a positive multiple of {CIFAR_RECORD} bytes", len(data))
-    records = data.reshape(-1, CIFAR_RECORD)
-    if (worst := int(records[:, 0].max())) > 9:
-        raise bad(f"{path}: label", "0 to 9, as CIFAR-10 has", worst)
-    return records
-
-
-def _is_image(name: str) -> bool:
-    # hidden files: macOS leaves a "._x.jpg" that is no image beside each x.jpg
-    return name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")
-
-
-def _tar_members(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Names and bytes of a tar's images, in the archive's order: one pass, also if compressed."""
-    try:
-        with tarfile.open(path) as archive:
-            for member in archive:
-                if member.isfile() and _is_image(PurePosixPath(member.name).name):
-                    with archive.extractfile(member) as file:  # type: ignore[union-attr]
-                        yield member.name, file.read()
-            # tarfile takes a cut or damaged header for the end: look for the mark of zeros
-            archive.fileobj.seek(archive.offset)
-            tail = archive.fileobj.read(-1)
-    except DAMAGED as error:
-        raise ValueError(f"{path}: damaged or truncated tar: {error}") from error
-    if len(tail) < tarfile.BLOCKSIZE or any(tail):
-        raise ValueError(f"{path}: damaged or truncated tar: no end mark after the last member")
-
-
-def _decode(name: str, data: bytes, size: int, channels: int) -> npt.NDArray[np.uint8]:
-    """One image file as bytes `(channels, size, size)`."""
-    try:
-        with Image.open(io.BytesIO(data)) as image:
-            image.load()
-            if image.mode[0] in "IF":  # Pillow would clip these to 8 bits
-                raise ValueError(f"expected 8 bits a channel, got mode {image.mode}")
-            upright = ImageOps.exif_transpose(image).convert("L" if channels == 1 else "RGB")
-    except Exception as error:  # Pillow's readers raise a dozen kinds for broken bytes
-        raise ValueError(f"{name}: unreadable image: {error}") from error
-    short = min(upright.size)
-    width, height = (round(side * size / short) for side in upright.size)
-    resized = upright.resize((width, height), Image.Resampling.BILINEAR)
-    left, top = (width - size) // 2, (height - size) // 2
-    square = resized.crop((left, top, left + size, top + size))
-    return np.asarray(square, np.uint8).reshape(size, size, channels).transpose(2, 0, 1)
-
-
-def _decode_all(
-    source: Path, files: Iterable[tuple[str, bytes]], size: int, channels: int
-) -> npt.NDArray[np.uint8]:
-    """Named image files as one array `(n, channels, size, size)`, sorted by name."""
-    check_count("size", size)
-    check_count("channels", channels)
-    if channels not in (1, 3):
-        raise bad("channels", "1 or 3", channels)
-    images = {name: _decode(f"{source}: {name}", data, size, channels) for name, data in files}
-    if not images:
-        raise bad("path", f"image files ({', '.join(IMAGE_SUFFIXES)}) in it", source)
-    return np.stack([images[name] for name in sorted(images)])

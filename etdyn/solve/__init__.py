@@ -2,11 +2,13 @@
 
 from etdyn.solve.discrete import descend, iterate
 from etdyn.solve.flow import solve
+from etdyn.solve.interpolate import Interpolant
 from etdyn.solve.methods import Method, available_methods
 from etdyn.solve.solution import Failure, Solution, SolveError, Stats, Status
 
 __all__ = [
     "Failure",
+    "Interpolant",
     "Method",
     "Solution",
     "SolveError",

@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torchdiffeq import odeint, odeint_adjoint
+from tqdm import tqdm
 
 from etdyn.checks import bad, check_choice, check_count, check_finite
 from etdyn.solve.methods import Method
@@ -37,6 +38,7 @@ def solve(
     gradient: str | None = "direct",
     max_steps: int = 100_000,
     throw: bool = True,
+    progress: bool | str = False,
 ) -> Solution:
     """Integrate dx/dt = system.velocity(t, x) from times[0] and save the states at `times`.
 
@@ -53,6 +55,7 @@ def solve(
             so save times must be dense where the flow contracts (A-F9); None keeps no graph.
         max_steps: attempted steps in the whole solve (for scipy_solver: evaluations).
         throw: raise `SolveError` on NONFINITE, DT_MIN and MAX_STEPS.
+        progress: show a bar of the flow time; a string is its label.
 
     Returns:
         Solution. After a failure `t` and `x` hold every saved time before it and the last
@@ -77,7 +80,7 @@ def solve(
         raise bad("gradient", f"None (no gradient passes through {method.name!r})", gradient)
     field = _Field(system, method, max_steps)
     began = time.perf_counter()
-    with torch.set_grad_enabled(needs):
+    with torch.set_grad_enabled(needs), _Bar(progress, grid) as field.bar:
         x, reached, stop = _run(field, system.prepare(x0), grid, method, gradient)
     field.stats.seconds = time.perf_counter() - began
     field.backward_pass = True
@@ -106,6 +109,29 @@ class _Stop(Exception):  # noqa: N818  # a signal out of torchdiffeq's loop, not
         self.status, self.reason, self.samples = status, reason, samples
 
 
+class _Bar:
+    """Progress in flow time."""
+
+    def __init__(self, progress: bool | str, times: Tensor) -> None:
+        label = progress if isinstance(progress, str) else "solve"
+        self.start, self.end = float(times[0]), float(times[-1])
+        layout = "{desc}: {percentage:3.0f}%|{bar}| t = {n:.3g} of {total:.3g} [{elapsed}]"
+        self.bar = tqdm(
+            total=self.end - self.start, desc=label, disable=not progress, bar_format=layout
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.bar.close()
+
+    def reach(self, t: float) -> None:
+        """Move to flow time t."""
+        if not self.bar.disable:
+            self.bar.update(max(0.0, min(t, self.end) - self.start - self.bar.n))
+
+
 class _Field(nn.Module):
     """The right-hand side as torchdiffeq sees it; counts, and stops what cannot go on."""
 
@@ -116,6 +142,7 @@ class _Field(nn.Module):
         self.stats = Stats() if reports else Stats(accepted=None, rejected=None)
         self.last: tuple[Tensor, Tensor] | None = None
         self.attempts = 0
+        self.bar: _Bar | None = None
         self.backward_pass = self.replay = False
         # torchdiffeq warns about callbacks that a solver does not call, so set no others.
         for name in method.callbacks:
@@ -138,6 +165,8 @@ class _Field(nn.Module):
         self.last = (t.detach(), x)
         if self.replay:
             return
+        if self.bar is not None:
+            self.bar.reach(float(t))
         if self.attempts >= self.max_steps:
             raise _Stop(Status.MAX_STEPS, f"max_steps = {self.max_steps} used")
         if not bool(t + dt > t):

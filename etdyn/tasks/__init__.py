@@ -1,7 +1,12 @@
 """Real data around a System: models, training, metrics."""
 
 from etdyn.tasks.baselines import gaussian_completion, mean_completion
-from etdyn.tasks.checkpoints import load_model, load_official_checkpoint, save_model
+from etdyn.tasks.checkpoints import (
+    load_model,
+    load_official_checkpoint,
+    read_record,
+    save_model,
+)
 from etdyn.tasks.images import (
     ImageCompletion,
     draw_masks,
@@ -10,7 +15,7 @@ from etdyn.tasks.images import (
     psnr,
     unpatchify,
 )
-from etdyn.tasks.recipes import ModelConfig, TrainCommand, build_model
+from etdyn.tasks.recipes import ModelConfig, TrainCommand, build_model, parse_duration
 from etdyn.tasks.training import TrainConfig, completion_error, evaluation_masks, train
 
 __all__ = [
@@ -27,8 +32,10 @@ __all__ = [
     "load_official_checkpoint",
     "masked_error",
     "mean_completion",
+    "parse_duration",
     "patchify",
     "psnr",
+    "read_record",
     "save_model",
     "train",
     "unpatchify",

@@ -21,7 +21,7 @@ from etdyn.store import write_atomically
 from etdyn.systems import EnergyTransformer
 from etdyn.tasks.images import ImageCompletion
 
-__all__ = ["load_model", "load_official_checkpoint", "save_model"]
+__all__ = ["load_model", "load_official_checkpoint", "read_record", "save_model"]
 
 
 def save_model(
@@ -38,6 +38,12 @@ def save_model(
     path = Path(path)
     write_atomically(path.with_suffix(".safetensors"), data)
     write_atomically(path.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
+
+
+def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What was noted of a saved model: its JSON less the architecture and the checksum."""
+    record = _read_json(Path(path).with_suffix(".json"))
+    return {k: v for k, v in record.items() if k not in ("model", "sha256")}
 
 
 def load_model(path: str | os.PathLike[str]) -> ImageCompletion:

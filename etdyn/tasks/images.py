@@ -5,7 +5,8 @@ Source: Hoover et al. 2023, section 3 and appendix; ET section 1.6.
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -152,6 +153,14 @@ class ImageCompletion(nn.Module):
         """A model with the shapes of `config` and fresh parameters."""
         rest = {k: v for k, v in config.items() if k not in ("system", "shape")}
         return cls(EnergyTransformer(**config["system"]), tuple(config["shape"]), **rest)
+
+    def with_system(self, system: System) -> Self:
+        """This model around another system of the same width, sharing all other parameters."""
+        if system.dim != self.system.dim:
+            raise bad("system", f"dim {self.system.dim}", system.dim)
+        view = copy.copy(self)
+        view._modules = {**self._modules, "system": system}
+        return view
 
     def normalised_patches(self, images: Tensor) -> Tensor:
         """The patches of images in normalised pixels, `(n, patches, channel * patch^2)`.

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import torch
 
+from etdyn.checks import bad
 from etdyn.datasets import ImageSet, load_images
 from etdyn.systems import EnergyTransformer
+from etdyn.tasks.checkpoints import read_record, save_model
 from etdyn.tasks.images import ImageCompletion
 from etdyn.tasks.training import TrainConfig, completion_error, train
 
-__all__ = ["ModelConfig", "TrainCommand", "build_model"]
+__all__ = ["ModelConfig", "TrainCommand", "build_model", "parse_duration"]
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,19 @@ def build_model(config: ModelConfig, images: ImageSet, seed: int) -> ImageComple
         )  # fmt: skip
 
 
+def parse_duration(text: str) -> float:
+    """A duration such as "90s", "3min" or "1h" in seconds.
+
+    Raises:
+        ValueError: anything else.
+    """
+    for unit, factor in (("min", 60.0), ("s", 1.0), ("h", 3600.0)):
+        number = text.removesuffix(unit)
+        if number != text and number.replace(".", "", 1).isdigit() and float(number) > 0:
+            return float(number) * factor
+    raise bad("budget", "a duration such as 90s, 3min or 1h, or full", repr(text))
+
+
 @dataclass(frozen=True)
 class TrainCommand:
     """Train an image-completion model and say how well it completes held-out images."""
@@ -94,6 +109,8 @@ class TrainCommand:
             fresh, images, self.train, self.folder, budget=budget, resume=self.resume, notes=notes
         ).eval()
         error = completion_error(best, images.test.to(self.device))
+        record = read_record(self.folder / "best") | {"held_out_error": error}
+        save_model(best, self.folder / "best", record)
         print(f"held-out masked-patch error {error:.4f} (variance of the training pixels = 1)")
         print(f"model: {self.folder / 'best.safetensors'}")
         return best

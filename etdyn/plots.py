@@ -1,0 +1,80 @@
+"""Figures of results: every function takes labelled arrays and draws them, never a system.
+
+Colours are Okabe and Ito's, which differ in brightness; lines differ in dash as well, so that a
+figure survives a grey printer. Bands are the quartiles over samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+__all__ = ["COLOURS", "DASHES", "image_rows", "panels", "quartile_band", "slope_guide"]
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#000000", "#CC79A7", "#E69F00", "#56B4E9")
+DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (8, 2)))
+
+_STYLE: Any = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 4,
+}
+
+
+def panels(columns: int, rows: int = 1, height: float = 2.9) -> tuple[Figure, npt.NDArray[Any]]:
+    """A figure of `rows` x `columns` axes in the project's style, outside pyplot's state."""
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(9.0, height * rows), layout="constrained")
+        axes = figure.subplots(rows, columns, squeeze=False)
+    return figure, axes
+
+
+def quartile_band(
+    ax: Axes, values: xr.DataArray, x: str, *, label: str, style: int, dim: str = "sample"
+) -> None:
+    """The median over `dim` as a line along the coordinate `x`, the quartiles as a band.
+
+    style: index into colours and dashes.
+    """
+    low, middle, high = (values.quantile(q, dim) for q in (0.25, 0.5, 0.75))
+    colour, dash = COLOURS[style % len(COLOURS)], DASHES[style % len(DASHES)]
+    ax.plot(values[x], middle, color=colour, linestyle=dash, label=label)
+    ax.fill_between(values[x], low, high, color=colour, alpha=0.15, linewidth=0)
+
+
+def slope_guide(ax: Axes, x: npt.ArrayLike, y0: float, order: int) -> None:
+    """A thin line y ~ x^order through (x[0], y0), for log-log axes."""
+    points = np.asarray(x, dtype=np.float64)
+    line = y0 * (points / points[0]) ** order
+    ax.plot(points, line, color="#888888", linewidth=0.8, label=f"order {order}")
+
+
+def image_rows(rows: Mapping[str, npt.NDArray[Any]], low: float = 0.0, high: float = 1.0) -> Figure:
+    """Rows of small images under each other, one row a name.
+
+    rows: name -> `(n, channel, height, width)` with values in [low, high]; others are clipped.
+    """
+    count = min(len(images) for images in rows.values())
+    figure, axes = panels(count, len(rows), height=0.8)
+    for line, (name, images) in zip(axes, rows.items(), strict=True):
+        for ax, image in zip(line, images[:count], strict=True):
+            shown = np.clip((image - low) / (high - low), 0, 1).transpose(1, 2, 0)
+            ax.imshow(shown if shown.shape[-1] == 3 else shown[..., 0], cmap="gray", vmin=0, vmax=1)
+            ax.grid(visible=False)
+            ax.set(xticks=[], yticks=[])
+            for spine in ax.spines.values():
+                spine.set_visible(False)
+        line[0].set_ylabel(name, rotation=0, ha="right", va="center")
+    return figure

@@ -35,6 +35,24 @@ class Dynamics(ABC):
         """dtau/dt = gamma/sigma, `(batch, token)`: tau is the clock of the sphere dynamics."""
         return lagrangian.gamma / lagrangian.sigma(x)
 
+    def elapsed_clock(
+        self, lagrangian: LayerNorm, x0: Tensor, x1: Tensor, dt: Tensor | float
+    ) -> Tensor:
+        """tau of a straight step from x0 to x1 that takes dt, exactly, `(batch, token)`.
+
+        Along it sigma^2 = A s^2 + 2 B s + sigma_0^2 in the share s of the step, so that
+        tau = gamma dt log(1 + (sqrt(A) (sigma_1 - sigma_0) + A) / (sqrt(A) sigma_0 + B)) / sqrt(A).
+        """
+        y0, dy = lagrangian.centre(x0), lagrangian.centre(x1 - x0)
+        sigma0, sigma1 = lagrangian.sigma(x0), lagrangian.sigma(x1)
+        root = dy.square().mean(-1).sqrt()
+        tiny = 1e-6 * sigma0  # so small a step leaves sigma as it is
+        a = root.maximum(tiny)
+        b = (y0 * dy).mean(-1)
+        moving = torch.log1p((a * (sigma1 - sigma0) + a * a) / (a * sigma0 + b)) / a
+        share = torch.where(root > tiny, moving, 2 / (sigma0 + sigma1))
+        return lagrangian.gamma * dt * share
+
     @abstractmethod
     def velocity(self, lagrangian: LayerNorm, x: Tensor, force: Tensor) -> Tensor:
         """dx/dt, given force = -grad_g E at g(x)."""
@@ -101,6 +119,12 @@ class Sphere(Dynamics):
     def clock_rate(self, lagrangian: LayerNorm, x: Tensor) -> Tensor:
         """One."""
         return torch.ones_like(x[..., 0])
+
+    def elapsed_clock(
+        self, lagrangian: LayerNorm, x0: Tensor, x1: Tensor, dt: Tensor | float
+    ) -> Tensor:
+        """dt."""
+        return torch.ones_like(x0[..., 0]) * dt
 
     def velocity(self, lagrangian: LayerNorm, x: Tensor, force: Tensor) -> Tensor:
         """(std/gamma) P force, so that g moves by P force."""

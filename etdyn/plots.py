@@ -16,7 +16,16 @@ import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-__all__ = ["COLOURS", "DASHES", "image_rows", "panels", "quartile_band", "slope_guide"]
+__all__ = [
+    "COLOURS",
+    "DASHES",
+    "image_rows",
+    "legend",
+    "mark",
+    "panels",
+    "quartile_band",
+    "slope_guide",
+]
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#000000", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (8, 2)))
@@ -61,17 +70,34 @@ def slope_guide(ax: Axes, x: npt.ArrayLike, y0: float, order: int) -> None:
     ax.plot(points, line, color="#888888", linewidth=0.8, label=f"order {order}")
 
 
+def mark(ax: Axes, x: float, label: str) -> None:
+    """A thin vertical line with its name along it."""
+    ax.axvline(x, color="#888888", linewidth=0.8)
+    ax.text(
+        x, 0.03, label, transform=ax.get_xaxis_transform(), rotation=90, fontsize=6.5,
+        color="#555555", ha="right", va="bottom",
+    )  # fmt: skip
+
+
+def legend(ax: Axes) -> None:
+    """A small legend without a frame."""
+    ax.legend(fontsize=7, frameon=False)
+
+
 def image_rows(rows: Mapping[str, npt.NDArray[Any]], low: float = 0.0, high: float = 1.0) -> Figure:
     """Rows of small images under each other, one row a name.
 
-    rows: name -> `(n, channel, height, width)` with values in [low, high]; others are clipped.
+    rows: name -> `(n, channel, height, width)` with values in [low, high]; others are clipped,
+        and NaN, a pixel that is not known, is blue.
     """
     count = min(len(images) for images in rows.values())
-    figure, axes = panels(count, len(rows), height=0.8)
+    figure, axes = panels(count, len(rows), height=0.78)
+    figure.set_layout_engine("constrained", w_pad=0.01, h_pad=0.02, wspace=0.0, hspace=0.0)
+    grey = mpl.colormaps["gray"].with_extremes(bad="#8DB6D9")
     for line, (name, images) in zip(axes, rows.items(), strict=True):
         for ax, image in zip(line, images[:count], strict=True):
             shown = np.clip((image - low) / (high - low), 0, 1).transpose(1, 2, 0)
-            ax.imshow(shown if shown.shape[-1] == 3 else shown[..., 0], cmap="gray", vmin=0, vmax=1)
+            ax.imshow(shown if shown.shape[-1] == 3 else shown[..., 0], cmap=grey, vmin=0, vmax=1)
             ax.grid(visible=False)
             ax.set(xticks=[], yticks=[])
             for spine in ax.spines.values():

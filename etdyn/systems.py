@@ -103,6 +103,17 @@ class System(nn.Module):
         mask = self._tokens if per_token.ndim == 2 else self._tokens.unsqueeze(-1)
         return per_token.masked_fill(~mask, 0.0)
 
+    def _stand_in(self, x: Tensor) -> Tensor:
+        """x with every absent token replaced by one that has a direction.
+
+        Padding may be constant or zero, where a direction, or its gradient, is undefined.
+        """
+        if self._tokens is None:
+            return x
+        self.check(x)
+        ramp = torch.linspace(-1, 1, self.dim, dtype=x.dtype, device=x.device)
+        return torch.where(self._tokens.unsqueeze(-1), x, ramp)
+
     def check(self, x: Tensor, name: str = "x") -> None:
         """Raise unless x is a state of this system: `(batch, token, dim)`, dtype and device."""
         check_state(name, x, self.dim, self.lagrangian.delta)
@@ -110,16 +121,22 @@ class System(nn.Module):
     def prepare(self, x: Tensor) -> Tensor:
         """x as a start of this dynamics (sphere: mean 0, standard deviation 1).
 
+        Absent tokens stay as they are.
+
         Raises:
             ValueError, TypeError: wrong shape, dtype or device; a constant token (sphere).
         """
         self.check(x)
-        return self._law.prepare(self.lagrangian, x)
+        return self._prepare(x)
+
+    def _prepare(self, x: Tensor) -> Tensor:
+        ready = self._law.prepare(self.lagrangian, self._stand_in(x))
+        return ready if self._tokens is None else torch.where(self._tokens.unsqueeze(-1), ready, x)
 
     def activation(self, x: Tensor) -> Tensor:
-        """g(x), shape of x."""
+        """g(x), shape of x; without meaning where a token is absent."""
         self.check(x)
-        return self._law.activation(self.lagrangian, x)
+        return self._law.activation(self.lagrangian, self._stand_in(x))
 
     def force(self, x: Tensor) -> Tensor:
         """-grad_g E at g(x), shape of x. One evaluation."""
@@ -132,6 +149,7 @@ class System(nn.Module):
 
     def velocity(self, t: Tensor | float, x: Tensor) -> Tensor:
         """dx/dt, shape of x; none of the dynamics depends on t."""
+        x = self._stand_in(x)
         return self._keep(self._law.velocity(self.lagrangian, x, self.force(x)))
 
     def interaction_energy(self, x: Tensor, relative: bool = False) -> Tensor:
@@ -146,7 +164,7 @@ class System(nn.Module):
         """
         g = self.activation(x)
         parts = {n: term.energy(g, relative) for n, term in self.interaction.terms().items()}
-        neuron = self._law.neuron_energy(self.lagrangian, x)
+        neuron = self._law.neuron_energy(self.lagrangian, self._stand_in(x))
         if neuron is not None:
             parts["lagrangian"] = self._keep(neuron).sum(1)
         return parts
@@ -157,6 +175,7 @@ class System(nn.Module):
 
     def dissipation(self, x: Tensor) -> Tensor:
         """Exact -d(energy)/dt along the flow, `(batch,)`, never negative."""
+        x = self._stand_in(x)
         return self._law.dissipation(self.lagrangian, x, self._moving_force(x))
 
     def residual(self, x: Tensor) -> Tensor:
@@ -165,17 +184,27 @@ class System(nn.Module):
         P takes out the parts of the gradient that g cannot follow, so this vanishes exactly
         where g is at equilibrium (up to eps in the layer norm), and never because x grew.
         """
+        x = self._stand_in(x)
         tangent = self._keep(self.lagrangian.tangent(x, self.force(x)))
         return tangent.square().sum((1, 2)).sqrt()
 
     def map(self, x: Tensor, damping: float = 1.0) -> Tensor:
         """(1 - damping) x + damping force(x); its fixed points are the equilibria."""
-        return self._law.prepare(self.lagrangian, torch.lerp(x, self._target(x), damping))
+        return self._prepare(torch.lerp(x, self._target(x), damping))
 
     def clock_rate(self, x: Tensor) -> Tensor:
         """dtau/dt of every token, `(batch, token)`: how fast the intrinsic clock runs."""
         self.check(x)
         return self._law.clock_rate(self.lagrangian, x)
+
+    def elapsed_clock(self, x0: Tensor, x1: Tensor, dt: Tensor | float) -> Tensor:
+        """Intrinsic time of a straight step from x0 to x1 in dt, exactly, `(batch, token)`.
+
+        An Euler step is straight; a flow is nearly so between two close times.
+        """
+        self.check(x0, "x0")
+        self.check(x1, "x1")
+        return self._law.elapsed_clock(self.lagrangian, x0, x1, dt)
 
     def _target(self, x: Tensor) -> Tensor:
         force = self.force(x)

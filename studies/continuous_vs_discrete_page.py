@@ -110,7 +110,7 @@ def protocol(result: xr.DataTree, record: dict[str, Any]) -> str:
         "dynamics). Euler runs have the step sizes of the table and end at "
         f"{', '.join(map(str, study['horizons']))} training horizons. Distance: root mean square "
         "over tokens of |g - g_flow| / (gamma sqrt(D)), at equal time and at equal intrinsic "
-        "clock, tau = mean over tokens of the integral of gamma/sigma dt (trapezoidal). An energy "
+        "clock, tau = mean over tokens of the integral of gamma/sigma dt. An energy "
         "rise is more than 1e-12 of the energy in one step."
     )
 
@@ -163,9 +163,8 @@ def draw_beyond(result: xr.DataTree, record: dict[str, Any]) -> Figure:
                     color=plots.COLOURS[k], markerfacecolor="none")  # fmt: skip
     energy.set(xscale="log", xlabel="flow time t", ylabel="energy (squares: Euler)")
     for ax in (error, energy):
-        ax.axvline(horizon, color="#888888", linewidth=0.8)
-        ax.text(horizon, ax.get_ylim()[1], " training horizon", fontsize=7, va="top")
-        ax.legend(fontsize=7)
+        plots.mark(ax, horizon, "training horizon")
+        plots.legend(ax)
     return figure
 
 
@@ -179,7 +178,7 @@ def draw_distance(result: xr.DataTree) -> Figure:
         for k, kind in enumerate(KINDS):
             plots.quartile_band(ax, near[name].sel(kind=kind), "step_size", label=kind, style=k)
         first = float(near[name].sel(kind="masked").median("sample")[0])
-        plots.slope_guide(ax, et["step_size"].to_numpy(), first / 2, 1)
+        plots.slope_guide(ax, et["step_size"][:3].to_numpy(), first / 1.5, 1)
         ax.set(xscale="log", yscale="log", xlabel="step size", title=f"at {title}",
                ylabel="distance in g")  # fmt: skip
     right = axes[0][2]
@@ -193,8 +192,8 @@ def draw_distance(result: xr.DataTree) -> Figure:
     right.set(xscale="log", xlabel="step size (arrows: flow)", ylabel="masked-patch error",
               title="error at several horizons")  # fmt: skip
     for ax in axes[0]:
-        ax.axvline(et.attrs["training_step"], color="#888888", linewidth=0.8)
-        ax.legend(fontsize=7)
+        plots.mark(ax, et.attrs["training_step"], "trained step")
+        plots.legend(ax)
     return figure
 
 
@@ -214,7 +213,7 @@ def draw_dynamics(result: xr.DataTree) -> Figure:
             plots.quartile_band(ax, values, "clock", label=dynamics, style=k)
         ax.set(xscale="log", xlabel="intrinsic clock", ylabel=label)
     axes[0][2].set_yscale("log")
-    axes[0][0].legend(fontsize=7)
+    plots.legend(axes[0][0])
     return figure
 
 

@@ -147,7 +147,9 @@ class _Field(nn.Module):
         # torchdiffeq warns about callbacks that a solver does not call, so set no others.
         for name in method.callbacks:
             setattr(self, name, getattr(self, "_" + name))
-        self.counts_by_step = "callback_accept_step" not in method.callbacks
+        self.can_reject = "callback_reject_step" in method.callbacks
+        self.broken: _Stop | None = None
+        self.retries = 0  # rejected steps since the last accepted one
 
     def forward(self, t: Tensor, x: Tensor) -> Tensor:
         v = self.system.velocity(t, x)
@@ -157,28 +159,41 @@ class _Field(nn.Module):
             self.stats.evaluations += 1
             if self.stats.accepted is None and self.stats.evaluations > self.max_steps:
                 raise _Stop(Status.MAX_STEPS, f"max_steps = {self.max_steps} evaluations used")
-        _stop_if_nonfinite(v, "the velocity is NaN or infinite")
-        return v
+        broken = _broken_samples(v)
+        if not broken:
+            return v
+        self.broken = _Stop(Status.NONFINITE, "the velocity is NaN or infinite", broken)
+        if self.last is None or not self.can_reject:
+            raise self.broken
+        # A NaN would make torchdiffeq's next step zero; a huge velocity makes it reject this one.
+        return torch.full_like(v, torch.finfo(v.dtype).max ** 0.5)
 
     def _callback_step(self, t: Tensor, x: Tensor, dt: Tensor) -> None:
-        _stop_if_nonfinite(x, "the state is NaN or infinite")
-        self.last = (t.detach(), x)
+        if broken := _broken_samples(x):
+            raise _Stop(Status.NONFINITE, "the state is NaN or infinite", broken)
+        t = t.detach()
+        self.last = (t, x)
         if self.replay:
             return
         if self.bar is not None:
             self.bar.reach(float(t))
+        if self.broken is not None and (self.retries > 25 or not bool(t + dt > t)):
+            raise self.broken
+        self.broken = None
         if self.attempts >= self.max_steps:
             raise _Stop(Status.MAX_STEPS, f"max_steps = {self.max_steps} used")
         if not bool(t + dt > t):
             raise _Stop(Status.DT_MIN, f"the step fell to {float(dt):.3g}")
         self.attempts += 1
-        if self.counts_by_step and self.stats.accepted is not None:
+        if not self.can_reject and self.stats.accepted is not None:
             self.stats.accepted += 1
 
     def _callback_accept_step(self, t: Tensor, x: Tensor, dt: Tensor) -> None:
+        self.retries = 0
         self.stats.accepted = (self.stats.accepted or 0) + (not self.replay)
 
     def _callback_reject_step(self, t: Tensor, x: Tensor, dt: Tensor) -> None:
+        self.retries += 1
         self.stats.rejected = (self.stats.rejected or 0) + (not self.replay)
 
 
@@ -187,7 +202,11 @@ def _run(
 ) -> tuple[Tensor, Tensor, _Stop | None]:
     """States, the times they belong to, and why it ended early (None: it did not)."""
     try:
-        return _integrate(field, x0, times, method, gradient), times, None
+        return (
+            _integrate(field, x0, times, times[-1:], method=method, gradient=gradient),
+            times,
+            None,
+        )
     except _Stop as stop:
         # Steps do not depend on the save times ahead, so a second run up to the last accepted
         # time gives the same states, this time to keep.
@@ -197,14 +216,14 @@ def _run(
     good, state = field.last[0], field.last[1].detach()
     field.replay = True
     kept = torch.cat([times[times < good], good.reshape(1)])
-    x = _integrate(field, x0, kept, method, gradient)
+    x = _integrate(field, x0, kept, times[-1:], method=method, gradient=gradient)
     if gradient != "direct":
         x[-1] = state
     return x, kept, reason
 
 
 def _integrate(
-    field: _Field, x0: Tensor, times: Tensor, method: Method, gradient: str | None
+    field: _Field, x0: Tensor, times: Tensor, end: Tensor, *, method: Method, gradient: str | None
 ) -> Tensor:
     options: dict[str, Any] = dict(method.options)
     if method.fixed_step:
@@ -213,7 +232,7 @@ def _integrate(
             options.setdefault("max_order", 5)  # 12, the library's default, diverges (A-F13)
     elif method.differentiable:
         options["norm"] = _largest_rms
-        options["step_t"] = times[-1:]  # no evaluation beyond the end
+        options["step_t"] = end  # no evaluation beyond it
     arguments: dict[str, Any] = {
         "method": method.name, "rtol": method.rtol, "atol": method.atol, "options": options,
     }  # fmt: skip
@@ -226,7 +245,8 @@ def _integrate(
         x = odeint(field, x0, times, **arguments)
     if len(x) < len(times):
         raise _Stop(Status.DT_MIN, f"scipy gave up after {len(x)} of {len(times)} times")
-    _stop_if_nonfinite(x[-1], "the state is NaN or infinite")
+    if broken := _broken_samples(x[-1]):
+        raise _Stop(Status.NONFINITE, "the state is NaN or infinite", broken)
     return x
 
 
@@ -256,11 +276,11 @@ def _largest_rms(x: Tensor) -> Tensor:
     return x.flatten(1).square().mean(1).max().sqrt()
 
 
-def _stop_if_nonfinite(x: Tensor, reason: str) -> None:
-    if bool(torch.isfinite(x).all()):
-        return
-    samples = (~torch.isfinite(x)).flatten(1).any(1).nonzero().flatten().tolist()
-    raise _Stop(Status.NONFINITE, reason, tuple(samples))
+def _broken_samples(x: Tensor) -> tuple[int, ...]:
+    finite = torch.isfinite(x)
+    if bool(finite.all()):
+        return ()
+    return tuple((~finite).flatten(1).any(1).nonzero().flatten().tolist())
 
 
 def _check_times(times: Tensor | Sequence[float]) -> Tensor:

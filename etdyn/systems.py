@@ -152,6 +152,10 @@ class System(nn.Module):
         x = self._stand_in(x)
         return self._keep(self._law.velocity(self.lagrangian, x, self.force(x)))
 
+    def activation_velocity(self, x: Tensor) -> Tensor:
+        """dg/dt along the flow, shape of x."""
+        return self._law.activation_velocity(self.lagrangian, x, self.velocity(0.0, x))
+
     def interaction_energy(self, x: Tensor, relative: bool = False) -> Tensor:
         """E(g(x)), `(batch,)`, whatever the dynamics."""
         return self.interaction.energy(self.activation(x), relative)

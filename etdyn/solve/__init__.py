@@ -5,6 +5,7 @@ from etdyn.solve.flow import solve
 from etdyn.solve.interpolate import Interpolant
 from etdyn.solve.methods import Method, available_methods
 from etdyn.solve.solution import Failure, Solution, SolveError, Stats, Status
+from etdyn.solve.stopping import Stop
 
 __all__ = [
     "Failure",
@@ -14,6 +15,7 @@ __all__ = [
     "SolveError",
     "Stats",
     "Status",
+    "Stop",
     "available_methods",
     "descend",
     "iterate",

@@ -26,6 +26,8 @@ class Status(IntEnum):
     NONFINITE = 2  # the velocity or the state became NaN or infinite
     DT_MIN = 3  # the step fell below what the time can resolve
     INTERRUPTED = 4  # healthy, ended by another sample of its batch
+    EQUILIBRIUM = 5  # the stop was met
+    MAX_TIME = 6  # the last time was reached, the stop was not
 
 
 @dataclass
@@ -33,13 +35,15 @@ class Stats:
     """What a solve cost. One evaluation is one force per sample.
 
     `backward` counts evaluations of the backsolve gradient and grows while autograd runs; the
-    direct gradient makes none. A method that does not report its steps has `None` there.
+    direct gradient makes none. `unconverged` counts implicit Adams steps whose corrector gave up:
+    such a solution needs a smaller step. A method that does not report its steps has `None` there.
     """
 
     evaluations: int = 0
     backward: int = 0
     accepted: int | None = 0
     rejected: int | None = 0
+    unconverged: int = 0
     seconds: float = 0.0
 
 

@@ -158,6 +158,15 @@ def test_gradients_direct_and_backsolve_agree_with_finite_differences(system, x0
     )
 
 
+@pytest.mark.filterwarnings("error")
+def test_an_implicit_corrector_that_gives_up_is_counted_and_not_a_warning(system, x0):
+    stiff = system.with_dynamics("leaky")
+    rough = ed.solve(stiff, x0 * 0.01, [0, 8.0], "implicit_adams", step=2.0, gradient=None)
+    fine = ed.solve(stiff, x0, [0, 1.0], "implicit_adams", step=0.01, gradient=None)
+    assert rough.stats.unconverged > 0
+    assert fine.stats.unconverged == 0
+
+
 def test_no_gradient_keeps_no_graph(system, x0):
     assert not ed.solve(system, x0, [0, 1.0], gradient=None).x.requires_grad
     assert ed.solve(system, x0, [0, 1.0]).x.requires_grad

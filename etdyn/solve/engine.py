@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,6 +63,8 @@ class Field(nn.Module):
         self.attempts = 0
         self.retries = 0  # rejected steps since the last accepted one
         self.started = False
+        self.steps: deque[tuple[float, float]] = deque(maxlen=20)  # the last accepted ones
+        self.stats.at_save_times.clear()
         self.broken: Ended | None = None
 
     last: tuple[Tensor, Tensor]
@@ -115,10 +118,11 @@ class Field(nn.Module):
             raise Ended(Status.DT_MIN, f"the step fell to {float(dt):.3g}")
         self.attempts += 1
         if not self.can_reject:
-            self.stats.accepted = (self.stats.accepted or 0) + 1
+            self._callback_accept_step(t, x, dt)
 
     def _callback_accept_step(self, t: Tensor, x: Tensor, dt: Tensor) -> None:
         self.retries = 0
+        self.steps.append((float(t), float(dt)))
         self.stats.accepted = (self.stats.accepted or 0) + 1
 
     def _callback_reject_step(self, t: Tensor, x: Tensor, dt: Tensor) -> None:

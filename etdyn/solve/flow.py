@@ -71,6 +71,7 @@ def solve(
     system.check(x0, "x0")
     check_finite("x0", x0)
     when = _check_times(times).to(x0.device)
+    method.check_precision(x0.dtype)
     needs = gradient is not None and torch.is_grad_enabled() and _wants_gradient(system, x0)
     if needs and not method.differentiable:
         raise bad("gradient", f"None (no gradient passes through {method.name!r})", gradient)
@@ -95,7 +96,7 @@ def solve(
         "system": describe_system(system),
     }
     solution = Solution(reached.cpu(), x, status.to(torch.int8), field.stats, system, config)
-    return solution if end is None else _end_early(solution, end, throw)
+    return solution if end is None else _end_early(solution, end, field, throw)
 
 
 def _run(
@@ -105,8 +106,10 @@ def _run(
     kept = [x0]
     try:
         field.reach(times[0], x0)
+        field.stats.at_save_times.append(field.stats.evaluations)
         for x in states(field, x0, times, method):
             kept.append(x)
+            field.stats.at_save_times.append(field.stats.evaluations)
         field.reach(times[-1], kept[-1])
     except Ended as end:
         t, x = field.last
@@ -140,7 +143,7 @@ def _backsolve(
     return x, times, None
 
 
-def _end_early(solution: Solution, end: Ended, throw: bool) -> Solution:
+def _end_early(solution: Solution, end: Ended, field: Field, throw: bool) -> Solution:
     """Statuses, and for a failure where and why."""
     everyone = tuple(range(len(solution.status)))
     solution.status.fill_(Status.INTERRUPTED)
@@ -148,7 +151,9 @@ def _end_early(solution: Solution, end: Ended, throw: bool) -> Solution:
     if end.status == Status.EQUILIBRIUM:
         return solution
     samples = end.samples or everyone
-    solution.failure = Failure(float(solution.t[-1]), samples, end.reason)
+    at = float(solution.t[-1])
+    steps = tuple(step for step in field.steps if step[0] < at)
+    solution.failure = Failure(at, samples, end.reason, steps)
     if throw:
         raise SolveError(solution)
     return solution

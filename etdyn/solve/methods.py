@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torchdiffeq._impl.fixed_adams import AdamsBashforthMoulton
 from torchdiffeq._impl.odeint import SOLVERS
 from torchdiffeq._impl.scipy_wrapper import ScipyWrapperODESolver
@@ -103,6 +104,12 @@ class Method:
     def callbacks(self) -> frozenset[str]:
         """Which of torchdiffeq's step callbacks the method calls."""
         return frozenset(SOLVERS[self.name].valid_callbacks())
+
+    def check_precision(self, dtype: torch.dtype) -> None:
+        """Raise `ValueError` where the tolerance is finer than the dtype's rounding allows."""
+        least = 8 * torch.finfo(dtype).eps
+        if not self.fixed_step and self.rtol < least:
+            raise bad("rtol", f"at least {least:.1e}, which {dtype} can carry", self.rtol)
 
     def describe(self) -> dict[str, Any]:
         """The method as JSON can hold it."""

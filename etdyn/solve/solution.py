@@ -36,7 +36,8 @@ class Stats:
 
     `backward` counts evaluations of the backsolve gradient and grows while autograd runs; the
     direct gradient makes none. `unconverged` counts implicit Adams steps whose corrector gave up:
-    such a solution needs a smaller step. A method that does not report its steps has `None` there.
+    such a solution needs a smaller step. `at_save_times` holds the evaluations until each saved
+    time. A method that does not report its steps has `None` there.
     """
 
     evaluations: int = 0
@@ -45,15 +46,20 @@ class Stats:
     rejected: int | None = 0
     unconverged: int = 0
     seconds: float = 0.0
+    at_save_times: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Where and why a solve ended early: flow time, samples at fault, and the reason."""
+    """Where and why a solve ended early: flow time, samples at fault, and the reason.
+
+    `steps` are the last accepted steps, (time, size), as far as the method reports them.
+    """
 
     time: float
     samples: tuple[int, ...]
     reason: str
+    steps: tuple[tuple[float, float], ...] = ()
 
 
 class SolveError(RuntimeError):

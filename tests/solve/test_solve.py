@@ -114,6 +114,8 @@ def test_costs_are_counted(system, x0):
     assert calls == 2 + 6 * (stats.accepted + stats.rejected)
     assert stats.backward == 0
     assert stats.seconds > 0
+    first, middle, last = stats.at_save_times
+    assert first == 0 < middle < last == calls
 
 
 def test_errors_are_those_of_the_worst_sample(system, x0):
@@ -227,6 +229,8 @@ def test_a_nan_velocity_is_a_status_with_everything_until_then(method, step):
         assert 0.5 < float(solution.t[-1]) <= 1.0
         expected = x0 - solution.t[:, None, None, None]
         assert float((solution.x - expected).abs().max()) < 1e-12
+        t, size = solution.failure.steps[-1]
+        assert t + size == pytest.approx(solution.failure.time, abs=1e-12)
     assert float(solution.t[-1]) == solution.failure.time
     with pytest.raises(ed.SolveError, match=r"NONFINITE.*samples \[1\]") as caught:
         ed.solve(broken(Falling), x0, [0, 0.5, 2.0, 3.0], **arguments)
@@ -348,6 +352,7 @@ def test_interpolant_is_fourth_order_and_meets_the_saved_states(system, x0):
         ({"step": 0.1}, ValueError, "step: expected none"),
         ({"method": "rk4", "step": -1.0}, ValueError, "step: expected a finite number > 0"),
         ({"rtol": 0.0}, ValueError, "rtol"),
+        ({"rtol": 1e-15}, ValueError, "rtol: expected at least 1.8e-15, which torch.float64"),
         ({"atol": -1.0}, ValueError, "atol"),
         ({"times": [0.0]}, ValueError, "times: expected at least two"),
         ({"times": [0.0, 2.0, 1.0]}, ValueError, "times: expected strictly increasing"),

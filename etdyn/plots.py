@@ -15,6 +15,7 @@ import numpy.typing as npt
 import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 __all__ = [
     "COLOURS",
@@ -51,15 +52,15 @@ def panels(columns: int, rows: int = 1, height: float = 2.9) -> tuple[Figure, np
 
 
 def quartile_band(
-    ax: Axes, values: xr.DataArray, x: str, *, label: str, style: int, dim: str = "sample"
+    ax: Axes, values: xr.DataArray, x: str, *, label: str, style: int, width: float = 1.6
 ) -> None:
-    """The median over `dim` as a line along the coordinate `x`, the quartiles as a band.
+    """The median over samples as a line along the coordinate `x`, the quartiles as a band.
 
-    style: index into colours and dashes.
+    style: index into colours and dashes; width: of the line, in points.
     """
-    low, middle, high = (values.quantile(q, dim) for q in (0.25, 0.5, 0.75))
+    low, middle, high = (values.quantile(q, "sample") for q in (0.25, 0.5, 0.75))
     colour, dash = COLOURS[style % len(COLOURS)], DASHES[style % len(DASHES)]
-    ax.plot(values[x], middle, color=colour, linestyle=dash, label=label)
+    ax.plot(values[x], middle, color=colour, linestyle=dash, label=label, linewidth=width)
     ax.fill_between(values[x], low, high, color=colour, alpha=0.15, linewidth=0)
 
 
@@ -71,12 +72,14 @@ def slope_guide(ax: Axes, x: npt.ArrayLike, y0: float, order: int) -> None:
 
 
 def mark(ax: Axes, x: float, label: str) -> None:
-    """A thin vertical line with its name along it."""
-    ax.axvline(x, color="#888888", linewidth=0.8)
-    ax.text(
-        x, 0.03, label, transform=ax.get_xaxis_transform(), rotation=90, fontsize=6.5,
-        color="#555555", ha="right", va="bottom",
-    )  # fmt: skip
+    """A thin vertical line, named in the legend."""
+    ax.axvline(x, color="#888888", linewidth=0.9, linestyle=(0, (4, 2)), label=label)
+
+
+def plain_log(ax: Axes) -> None:
+    """Log-log axes that name only powers of ten."""
+    ax.set(xscale="log", yscale="log")
+    ax.yaxis.set_minor_formatter(NullFormatter())
 
 
 def legend(ax: Axes) -> None:

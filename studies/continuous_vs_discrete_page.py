@@ -172,16 +172,17 @@ def draw_distance(result: xr.DataTree) -> Figure:
     """Distance and error against step size."""
     et = result["et"].to_dataset()
     near = et.sel(horizon=1)
-    figure, axes = plots.panels(3)
-    names = {"euler_distance": "equal time", "euler_distance_at_equal_clock": "equal clock"}
-    for ax, (name, title) in zip(axes[0], names.items(), strict=False):
+    figure, axes = plots.panels(2, rows=2, height=2.6)
+    *distances, right = axes.ravel()
+    names = {"": "at equal time", "_at_equal_clock": "at equal clock", "_to_path": "to the path"}
+    for ax, (name, title) in zip(distances, names.items(), strict=True):
         for k, kind in enumerate(KINDS):
-            plots.quartile_band(ax, near[name].sel(kind=kind), "step_size", label=kind, style=k)
-        first = float(near[name].sel(kind="masked").median("sample")[0])
+            values = near[f"euler_distance{name}"].sel(kind=kind)
+            plots.quartile_band(ax, values, "step_size", label=kind, style=k)
+        first = float(near[f"euler_distance{name}"].sel(kind="masked").median("sample")[0])
         plots.slope_guide(ax, et["step_size"][:3].to_numpy(), first / 1.5, 1)
-        ax.set(xscale="log", yscale="log", xlabel="step size", title=f"at {title}",
-               ylabel="distance in g")  # fmt: skip
-    right = axes[0][2]
+        plots.plain_log(ax)
+        ax.set(xlabel="step size", title=f"distance {title}", ylabel="distance in g")
     for k, horizon in enumerate(et["horizon"].to_numpy()):
         runs = et["euler_error"].sel(horizon=horizon).median("sample")
         right.plot(et["step_size"], runs, color=plots.COLOURS[k], linestyle=plots.DASHES[k],
@@ -191,7 +192,7 @@ def draw_distance(result: xr.DataTree) -> Figure:
         right.plot(et["step_size"][0] / 1.6, limit, "<", color=plots.COLOURS[k])
     right.set(xscale="log", xlabel="step size (arrows: flow)", ylabel="masked-patch error",
               title="error at several horizons")  # fmt: skip
-    for ax in axes[0]:
+    for ax in axes.ravel():
         plots.mark(ax, et.attrs["training_step"], "trained step")
         plots.legend(ax)
     return figure
@@ -210,7 +211,7 @@ def draw_dynamics(result: xr.DataTree) -> Figure:
             group = node.to_dataset().isel(time=slice(1, None))
             clock = group["flow_clock"].median("sample")
             values = group[name].assign_coords(clock=("time", clock.to_numpy()))
-            plots.quartile_band(ax, values, "clock", label=dynamics, style=k)
+            plots.quartile_band(ax, values, "clock", label=dynamics, style=k, width=3.2 - k)
         ax.set(xscale="log", xlabel="intrinsic clock", ylabel=label)
     axes[0][2].set_yscale("log")
     plots.legend(axes[0][0])

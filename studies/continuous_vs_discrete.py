@@ -43,7 +43,6 @@ from etdyn.tasks import (
 from studies import continuous_vs_discrete_page as page
 
 SHIPPED = Path(__file__).parent.parent / "data" / "digits"
-DYNAMICS = ("et", "leaky", "sphere")
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ def main(config: Config) -> None:
     model = model.double()
     with torch.no_grad():
         batch = start(model, data.test.double(), config)
-        groups = {name: measure(model, name, batch, config) for name in DYNAMICS}
+        groups = {name: measure(model, name, batch, config) for name in page.DYNAMICS}
         gallery = completions(model, batch, data, config)
     record = {
         "study": asdict(config) | {"runs": str(config.runs), "model": str(config.model)},

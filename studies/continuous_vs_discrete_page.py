@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from etdyn import plots
 from etdyn.report import Report
 
+DYNAMICS = ("et", "leaky", "sphere")
 KINDS = ("masked", "open", "CLS")
 BASELINE_HEADER = ("held-out masked-patch error", "error")
 
@@ -117,8 +118,8 @@ def table(result: xr.DataTree) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         "E - E(flow)", "error", "flow", "error, far", "flow, far", "rises",
     )  # fmt: skip
     rows = []
-    for name, node in result.children.items():
-        group = node.to_dataset()
+    for name in DYNAMICS:
+        group = result[name].to_dataset()
         steps = [float(a) for a in group["step_size"]]
         for step in steps if name == "et" else [float(at_trained_step(group)["step_size"])]:
             run = group.sel(step_size=step)
@@ -207,8 +208,8 @@ def draw_dynamics(result: xr.DataTree) -> Figure:
         "flow_residual": "residual |P grad E|",
     }
     for ax, (name, label) in zip(axes[0], labels.items(), strict=True):
-        for k, (dynamics, node) in enumerate(result.children.items()):
-            group = node.to_dataset().isel(time=slice(1, None))
+        for k, dynamics in enumerate(DYNAMICS):
+            group = result[dynamics].to_dataset().isel(time=slice(1, None))
             clock = group["flow_clock"].median("sample")
             values = group[name].assign_coords(clock=("time", clock.to_numpy()))
             plots.quartile_band(ax, values, "clock", label=dynamics, style=k, width=3.2 - k)

@@ -203,7 +203,9 @@ def _fixed_steps(
 
 
 def _scipy_states(field: Field, solver: Any, times: Tensor) -> Iterator[Tensor]:
-    found = solver.integrate(times)
+    with warnings.catch_warnings():  # that a method of scipy's has no use for min_step
+        warnings.simplefilter("ignore")
+        found = solver.integrate(times)
     for t, x in zip(times[1:], found[1:], strict=False):
         field.reach(t, x)
         yield x

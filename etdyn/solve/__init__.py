@@ -4,6 +4,7 @@ from etdyn.solve.discrete import descend, iterate
 from etdyn.solve.flow import solve
 from etdyn.solve.interpolate import Interpolant
 from etdyn.solve.methods import Method, available_methods
+from etdyn.solve.observables import named_observables
 from etdyn.solve.solution import Failure, Solution, SolveError, Stats, Status
 from etdyn.solve.stopping import Stop
 
@@ -19,5 +20,6 @@ __all__ = [
     "available_methods",
     "descend",
     "iterate",
+    "named_observables",
     "solve",
 ]

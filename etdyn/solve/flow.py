@@ -12,6 +12,7 @@ from torchdiffeq import odeint_adjoint
 from etdyn.checks import bad, check_choice, check_count, check_finite
 from etdyn.solve.engine import Ended, Field, adjoint_options, grid, solver_options, states
 from etdyn.solve.methods import Method
+from etdyn.solve.observables import Observable, Recorder
 from etdyn.solve.progress import TimeBar
 from etdyn.solve.solution import Failure, Solution, SolveError, Status, describe_system
 from etdyn.solve.stopping import Stop
@@ -31,6 +32,7 @@ def solve(
     atol: float = 1e-8,
     gradient: str | None = "direct",
     stop: Stop | None = None,
+    save: Sequence[Observable] | None = None,
     max_steps: int = 100_000,
     throw: bool = True,
     progress: bool | str = False,
@@ -49,6 +51,8 @@ def solve(
             adjoint equation backwards with constant memory, and restarts from the saved states,
             so save times must be dense where the flow contracts (A-F9); None keeps no graph.
         stop: end at equilibrium, tested after every accepted step (scipy_solver: at save times).
+        save: observables to keep at the save times instead of the states, by name (see
+            `named_observables`) or as functions of (system, x); they appear in `Solution.saved`.
         max_steps: attempted steps in the whole solve (for scipy_solver: evaluations).
         throw: raise `SolveError` on NONFINITE, DT_MIN and MAX_STEPS.
         progress: show a bar of the flow time; a string is its label.
@@ -75,16 +79,15 @@ def solve(
     needs = gradient is not None and torch.is_grad_enabled() and _wants_gradient(system, x0)
     if needs and not method.differentiable:
         raise bad("gradient", f"None (no gradient passes through {method.name!r})", gradient)
-    if needs and gradient == "backsolve" and stop is not None:
-        raise bad("stop", 'none with gradient="backsolve"', stop)
+    for name, value in (("stop", stop), ("save", save)):
+        if needs and gradient == "backsolve" and value is not None:
+            raise bad(name, 'none with gradient="backsolve"', value)
+    recorder = Recorder(system, save)
     began = time.perf_counter()
     with torch.set_grad_enabled(needs), TimeBar(progress, when) as bar:
         field = Field(system, method, max_steps, stop, bar)
-        start = system.prepare(x0)
-        if needs and gradient == "backsolve":
-            x, reached, end = _backsolve(field, start, when, method)
-        else:
-            x, reached, end = _run(field, start, when, method)
+        run = _backsolve if needs and gradient == "backsolve" else _run
+        reached, end = run(field, recorder, system.prepare(x0), when, method)
     field.stats.seconds = time.perf_counter() - began
     field.backward_pass = True
     status = torch.full((len(x0),), Status.FINISHED if stop is None else Status.MAX_TIME)
@@ -95,52 +98,61 @@ def solve(
         "max_steps": max_steps,
         "system": describe_system(system),
     }
-    solution = Solution(reached.cpu(), x, status.to(torch.int8), field.stats, system, config)
+    x, saved = recorder.result()
+    solution = Solution(
+        reached.cpu(), x, status.to(torch.int8), field.stats, system, config, saved=saved
+    )
     return solution if end is None else _end_early(solution, end, field, throw)
 
 
 def _run(
-    field: Field, x0: Tensor, times: Tensor, method: Method
-) -> tuple[Tensor, Tensor, Ended | None]:
-    """States, the times they belong to, and why it ended early (None: it did not)."""
-    kept = [x0]
+    field: Field, recorder: Recorder, x0: Tensor, times: Tensor, method: Method
+) -> tuple[Tensor, Ended | None]:
+    """Fill the recorder; the times that it holds, and why it ended early (None: it did not)."""
+    evaluations = field.stats.at_save_times
     try:
         field.reach(times[0], x0)
-        field.stats.at_save_times.append(field.stats.evaluations)
+        recorder.add(x0)
+        evaluations.append(0)
         for x in states(field, x0, times, method):
-            kept.append(x)
-            field.stats.at_save_times.append(field.stats.evaluations)
-        field.reach(times[-1], kept[-1])
+            recorder.add(x)
+            evaluations.append(field.stats.evaluations)
+        field.reach(times[-1], x)
     except Ended as end:
         t, x = field.last
-        while len(kept) > 1 and bool(times[len(kept) - 1] > t):
-            kept.pop()  # a save time that a broken step reached
-        reached = times[: len(kept)]
+        if recorder.count == 0:
+            recorder.add(x)
+        while recorder.count > 1 and bool(times[recorder.count - 1] > t):
+            recorder.drop(x)  # a save time that a broken step reached
+        reached = times[: recorder.count]
         if bool(t > reached[-1]):
-            kept, reached = [*kept, x], torch.cat([reached, t.reshape(1)])
-        return torch.stack(kept), reached, end
-    return torch.stack(kept), times, None
+            recorder.add(x)
+            reached = torch.cat([reached, t.reshape(1)])
+        return reached, end
+    return times, None
 
 
 def _backsolve(
-    field: Field, x0: Tensor, times: Tensor, method: Method
-) -> tuple[Tensor, Tensor, Ended | None]:
+    field: Field, recorder: Recorder, x0: Tensor, times: Tensor, method: Method
+) -> tuple[Tensor, Ended | None]:
     """The same through torchdiffeq's adjoint, which keeps no graph."""
     forward, backward = solver_options(method, times), adjoint_options(method, times)
     if method.fixed_step:
         for options in (forward, backward):
             options["grid_constructor"] = lambda func, x, t: grid(method, t)
     try:
-        x = odeint_adjoint(
+        found = odeint_adjoint(
             field, x0, times, method=method.name, rtol=method.rtol, atol=method.atol,
             options=forward, adjoint_options=backward,
         )  # fmt: skip
-        field.reach(times[-1], x[-1])
+        field.reach(times[-1], found[-1])
     except Ended:
         field.restart()
         with torch.no_grad():  # again, to have what comes before the failure
-            return _run(field, x0, times, method)
-    return x, times, None
+            return _run(field, recorder, x0, times, method)
+    for x in found:
+        recorder.add(x)
+    return times, None
 
 
 def _end_early(solution: Solution, end: Ended, field: Field, throw: bool) -> Solution:

@@ -8,11 +8,13 @@ from enum import IntEnum
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import xarray as xr
 from torch import Tensor
 
 from etdyn import store
+from etdyn.checks import bad
 from etdyn.systems import System
 
 __all__ = ["Failure", "Solution", "SolveError", "Stats", "Status"]
@@ -28,6 +30,9 @@ class Status(IntEnum):
     INTERRUPTED = 4  # healthy, ended by another sample of its batch
     EQUILIBRIUM = 5  # the stop was met
     MAX_TIME = 6  # the last time was reached, the stop was not
+
+
+_MEANINGS = " ".join(s.name for s in Status)
 
 
 @dataclass
@@ -82,7 +87,9 @@ class Solution:
 
     Attributes:
         t: float64 `(time,)`, dimensionless flow time.
-        x: `(time, batch, token, feature)`, the states at `t`.
+        x: `(time, batch, token, feature)`, the states at `t`; only the last one,
+            `(1, batch, token, feature)`, where observables were saved instead.
+        saved: observables by name, `(time, ...)`, where they were asked for.
         status: int8 `(batch,)`, values of `Status`.
         stats: what it cost.
         system: what moved; the observables of `to_xarray` come from it.
@@ -97,6 +104,7 @@ class Solution:
     system: System
     config: dict[str, Any] = field(default_factory=dict)
     failure: Failure | None = None
+    saved: dict[str, Tensor] = field(default_factory=dict)
 
     @torch.no_grad()
     def to_xarray(self, states: bool = True, relative: bool = False) -> xr.Dataset:
@@ -112,6 +120,34 @@ class Solution:
             over tokens of the intrinsic time tau, on straight paths between saved states),
             `status`. All are dimensionless.
         """
+        values = self._saved_arrays() if self.saved else self._observables(relative)
+        dims = ("time", "sample", "token", "feature")
+        data: dict[str, Any] = {n: (dims[: v.ndim], v, {"units": "1"}) for n, v in values.items()}
+        data["status"] = (
+            ("sample",),
+            self.status.cpu().numpy(),
+            {"flag_values": [int(s) for s in Status], "flag_meanings": _MEANINGS},
+        )
+        if states and not self.saved:
+            data["x"] = (dims, self.x.detach().cpu().numpy(), {"units": "1"})
+        attrs = store.provenance("etdyn.solution/1", self._config(relative), self.x)
+        coords = {
+            "time": ("time", self.t.numpy(), {"units": "1", "long_name": "flow time"}),
+            "sample": np.arange(self.x.shape[1]),
+        }
+        return xr.Dataset(data, coords, attrs)
+
+    def _saved_arrays(self) -> dict[str, npt.NDArray[Any]]:
+        arrays = {}
+        for name, value in self.saved.items():
+            if value.ndim > 4 or value.shape[:2] != (len(self.t), len(self.status)):
+                raise bad(
+                    "save", "observables (batch[, token[, feature]])", f"{name!r} of other shape"
+                )
+            arrays[name] = value.detach().cpu().numpy()
+        return arrays
+
+    def _observables(self, relative: bool) -> dict[str, npt.NDArray[Any]]:
         columns: dict[str, list[Tensor]] = {}
         clock = torch.zeros_like(self.x[0, :, 0, 0])
         for k, x in enumerate(self.x.detach()):
@@ -120,24 +156,7 @@ class Solution:
                 clock = clock + self.system.elapsed_clock(self.x[k - 1].detach(), x, dt).mean(1)
             for name, value in (self._observe(x, relative) | {"clock": clock}).items():
                 columns.setdefault(name, []).append(value)
-        values = {name: torch.stack(column).cpu().numpy() for name, column in columns.items()}
-        t = self.t.cpu().numpy()
-        dims = ("time", "sample")
-        data: dict[str, Any] = {n: (dims, v, {"units": "1"}) for n, v in values.items()}
-        meanings = " ".join(s.name for s in Status)
-        data["status"] = (
-            ("sample",),
-            self.status.cpu().numpy(),
-            {"flag_values": [int(s) for s in Status], "flag_meanings": meanings},
-        )
-        if states:
-            data["x"] = ((*dims, "token", "feature"), self.x.detach().cpu().numpy(), {"units": "1"})
-        attrs = store.provenance("etdyn.solution/1", self._config(relative), self.x)
-        coords = {
-            "time": ("time", t, {"units": "1", "long_name": "flow time"}),
-            "sample": np.arange(self.x.shape[1]),
-        }
-        return xr.Dataset(data, coords, attrs)
+        return {name: torch.stack(column).cpu().numpy() for name, column in columns.items()}
 
     def save(self, path: str | os.PathLike[str], states: bool = True) -> None:
         """Write `to_xarray(states)` to a zarr store, atomically; read it with `etdyn.load`."""

@@ -44,6 +44,7 @@ class System(nn.Module):
         self.__dict__["interaction"] = interaction
         self.dynamics = dynamics
         self._tokens: Tensor | None = None
+        self._keys: Tensor | None = None
 
     interaction: Energy
 
@@ -94,8 +95,18 @@ class System(nn.Module):
         interaction = self.interaction.masked(tokens, keys)
         view._modules.update(interaction.terms())
         view.__dict__["interaction"] = interaction
-        view._tokens = tokens
+        view._tokens, view._keys = tokens, keys
         return view
+
+    def select(self, rows: Tensor) -> Self:
+        """This system as some samples of its batch see it, with their masks.
+
+        rows: int64 indices or bool `(batch,)`.
+        """
+        masks = [m if m is None or len(m) == 1 else m[rows] for m in (self._tokens, self._keys)]
+        if all(a is b for a, b in zip(masks, (self._tokens, self._keys), strict=True)):
+            return self
+        return self.masked(*masks)
 
     def _keep(self, per_token: Tensor) -> Tensor:
         if self._tokens is None:

@@ -1,4 +1,4 @@
-"""`solve`: the flow of a System through torchdiffeq, validated and counted."""
+"""`solve`: the flow of a System, validated and counted, by any method."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torchdiffeq import odeint_adjoint
 
 from etdyn.checks import bad, check_choice, check_count, check_finite
-from etdyn.solve.engine import Ended, Field, adjoint_options, grid, solver_options, states
+from etdyn.solve.engine import Field
 from etdyn.solve.methods import Method
 from etdyn.solve.observables import Observable, Recorder
+from etdyn.solve.per_sample import PerSample
 from etdyn.solve.progress import TimeBar
-from etdyn.solve.solution import Failure, Solution, SolveError, Status, describe_system
+from etdyn.solve.solution import Solution, SolveError, describe_system
 from etdyn.solve.stopping import Stop
+from etdyn.solve.together import solve_together
 from etdyn.systems import System
 
 __all__ = ["solve"]
@@ -50,16 +51,19 @@ def solve(
         gradient: "direct" differentiates the solver's own operations; "backsolve" integrates the
             adjoint equation backwards with constant memory, and restarts from the saved states,
             so save times must be dense where the flow contracts (A-F9); None keeps no graph.
-        stop: end at equilibrium, tested after every accepted step (scipy_solver: at save times).
+        stop: end at equilibrium, tested after every accepted step (scipy_solver: at save times);
+            with a batched method every sample ends on its own.
         save: observables to keep at the save times instead of the states, by name (see
             `named_observables`) or as functions of (system, x); they appear in `Solution.saved`.
-        max_steps: attempted steps in the whole solve (for scipy_solver: evaluations).
+        max_steps: attempted steps in the whole solve (scipy_solver: evaluations; batched methods:
+            steps of every sample).
         throw: raise `SolveError` on NONFINITE, DT_MIN and MAX_STEPS.
         progress: show a bar of the flow time; a string is its label.
 
     Returns:
         Solution. After an early end `t` and `x` hold every saved time before it and the last
-        accepted state.
+        accepted state; with a batched method, where samples end at different times, `x` is NaN
+        after a sample's end, which `t_end` and `x_end` hold.
 
     Raises:
         ValueError, TypeError: wrong input, naming the argument.
@@ -77,6 +81,8 @@ def solve(
     when = _check_times(times).to(x0.device)
     method.check_precision(x0.dtype)
     needs = gradient is not None and torch.is_grad_enabled() and _wants_gradient(system, x0)
+    if needs and gradient == "backsolve" and method.per_sample:
+        raise bad("gradient", f"'direct' or None with {method.name!r}", gradient)
     if needs and not method.differentiable:
         raise bad("gradient", f"None (no gradient passes through {method.name!r})", gradient)
     for name, value in (("stop", stop), ("save", save)):
@@ -85,88 +91,25 @@ def solve(
     recorder = Recorder(system, save)
     began = time.perf_counter()
     with torch.set_grad_enabled(needs), TimeBar(progress, when) as bar:
-        field = Field(system, method, max_steps, stop, bar)
-        run = _backsolve if needs and gradient == "backsolve" else _run
-        reached, end = run(field, recorder, system.prepare(x0), when, method)
-    field.stats.seconds = time.perf_counter() - began
-    field.backward_pass = True
-    status = torch.full((len(x0),), Status.FINISHED if stop is None else Status.MAX_TIME)
-    config = {
+        start = system.prepare(x0)
+        if method.per_sample:
+            job = PerSample(system, method, max_steps, stop, bar)
+            solution = job.solve(recorder, start, when)
+        else:
+            field = Field(system, method, max_steps, stop, bar)
+            backsolve = needs and gradient == "backsolve"
+            solution = solve_together(
+                field, recorder, start, when, method=method, backsolve=backsolve
+            )
+    solution.stats.seconds = time.perf_counter() - began
+    solution.config = {
         "method": method.describe(),
         "gradient": gradient,
         "stop": None if stop is None else vars(stop),
         "max_steps": max_steps,
         "system": describe_system(system),
     }
-    x, saved = recorder.result()
-    solution = Solution(
-        reached.cpu(), x, status.to(torch.int8), field.stats, system, config, saved=saved
-    )
-    return solution if end is None else _end_early(solution, end, field, throw)
-
-
-def _run(
-    field: Field, recorder: Recorder, x0: Tensor, times: Tensor, method: Method
-) -> tuple[Tensor, Ended | None]:
-    """Fill the recorder; the times that it holds, and why it ended early (None: it did not)."""
-    evaluations = field.stats.at_save_times
-    try:
-        field.reach(times[0], x0)
-        recorder.add(x0)
-        evaluations.append(0)
-        for x in states(field, x0, times, method):
-            recorder.add(x)
-            evaluations.append(field.stats.evaluations)
-        field.reach(times[-1], x)
-    except Ended as end:
-        t, x = field.last
-        if recorder.count == 0:
-            recorder.add(x)
-        while recorder.count > 1 and bool(times[recorder.count - 1] > t):
-            recorder.drop(x)  # a save time that a broken step reached
-        reached = times[: recorder.count]
-        if bool(t > reached[-1]):
-            recorder.add(x)
-            reached = torch.cat([reached, t.reshape(1)])
-        return reached, end
-    return times, None
-
-
-def _backsolve(
-    field: Field, recorder: Recorder, x0: Tensor, times: Tensor, method: Method
-) -> tuple[Tensor, Ended | None]:
-    """The same through torchdiffeq's adjoint, which keeps no graph."""
-    forward, backward = solver_options(method, times), adjoint_options(method, times)
-    if method.fixed_step:
-        for options in (forward, backward):
-            options["grid_constructor"] = lambda func, x, t: grid(method, t)
-    try:
-        found = odeint_adjoint(
-            field, x0, times, method=method.name, rtol=method.rtol, atol=method.atol,
-            options=forward, adjoint_options=backward,
-        )  # fmt: skip
-        field.reach(times[-1], found[-1])
-    except Ended:
-        field.restart()
-        with torch.no_grad():  # again, to have what comes before the failure
-            return _run(field, recorder, x0, times, method)
-    for x in found:
-        recorder.add(x)
-    return times, None
-
-
-def _end_early(solution: Solution, end: Ended, field: Field, throw: bool) -> Solution:
-    """Statuses, and for a failure where and why."""
-    everyone = tuple(range(len(solution.status)))
-    solution.status.fill_(Status.INTERRUPTED)
-    solution.status[list(end.samples or everyone)] = end.status
-    if end.status == Status.EQUILIBRIUM:
-        return solution
-    samples = end.samples or everyone
-    at = float(solution.t[-1])
-    steps = tuple(step for step in field.steps if step[0] < at)
-    solution.failure = Failure(at, samples, end.reason, steps)
-    if throw:
+    if throw and solution.failure is not None:
         raise SolveError(solution)
     return solution
 

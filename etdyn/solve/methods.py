@@ -14,6 +14,7 @@ from torchdiffeq._impl.scipy_wrapper import ScipyWrapperODESolver
 from torchdiffeq._impl.solvers import FixedGridODESolver
 
 from etdyn.checks import bad, check_count, check_positive
+from etdyn.solve.tableaus import TABLEAUS
 
 __all__ = ["Method", "available_methods"]
 
@@ -24,16 +25,20 @@ _RESERVED = {
 }  # fmt: skip
 
 
+_BATCHED = tuple(f"batched_{name}" for name in TABLEAUS)
+
+
 def available_methods(fixed_step: bool | None = None) -> tuple[str, ...]:
-    """The method names that the installed torchdiffeq offers.
+    """The methods that `solve` knows: those of the installed torchdiffeq, and the batched ones.
 
     fixed_step: only those that need a `step` (True), or only those that choose it (False).
     """
-    return tuple(
+    offered = [
         name
-        for name, solver in sorted(SOLVERS.items())
+        for name, solver in SOLVERS.items()
         if fixed_step is None or issubclass(solver, FixedGridODESolver) == fixed_step
-    )
+    ]
+    return tuple(sorted(offered + ([] if fixed_step else list(_BATCHED))))
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ class Method:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.name not in SOLVERS:
+        if self.name not in available_methods():
             raise bad("method", "one of " + ", ".join(available_methods()), repr(self.name))
         if self.fixed_step:
             if self.step is None:
@@ -77,27 +82,40 @@ class Method:
             check_count("max_order", self.options["max_order"], least=4)
 
     @property
+    def per_sample(self) -> bool:
+        """Whether every sample has its own time and steps (the batched methods)."""
+        return self.name in _BATCHED
+
+    @property
+    def _solver(self) -> type:
+        """torchdiffeq's class; `object` for a method that is not its own."""
+        solver: type = SOLVERS.get(self.name, object)
+        return solver
+
+    @property
     def fixed_step(self) -> bool:
         """Whether the method steps on a grid."""
-        return issubclass(SOLVERS[self.name], FixedGridODESolver)
+        return issubclass(self._solver, FixedGridODESolver)
 
     @property
     def multistep(self) -> bool:
         """Whether the method remembers earlier steps, and so needs them equal."""
-        return issubclass(SOLVERS[self.name], AdamsBashforthMoulton)
+        return issubclass(self._solver, AdamsBashforthMoulton)
 
     @property
     def differentiable(self) -> bool:
         """Whether gradients pass through the method (scipy's do not)."""
-        return not issubclass(SOLVERS[self.name], ScipyWrapperODESolver)
+        return not issubclass(self._solver, ScipyWrapperODESolver)
 
     @property
     def known_options(self) -> frozenset[str]:
         """The names that `options` may hold, read from the installed solver."""
+        if self.per_sample:
+            return frozenset({"first_step", "min_step"})
         names: set[str] = set()
-        for cls in SOLVERS[self.name].__mro__[:-1]:
+        for cls in self._solver.__mro__[:-1]:
             if "__init__" in vars(cls):
-                names |= set(inspect.signature(cls.__init__).parameters)
+                names |= set(inspect.signature(vars(cls)["__init__"]).parameters)
         return frozenset(names - _RESERVED)
 
     @property
@@ -107,7 +125,7 @@ class Method:
 
     def check_precision(self, dtype: torch.dtype) -> None:
         """Raise `ValueError` where the tolerance is finer than the dtype's rounding allows."""
-        least = 8 * torch.finfo(dtype).eps
+        least = (50 if self.per_sample else 8) * torch.finfo(dtype).eps
         if not self.fixed_step and self.rtol < least:
             raise bad("rtol", f"at least {least:.1e}, which {dtype} can carry", self.rtol)
 

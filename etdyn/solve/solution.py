@@ -39,16 +39,18 @@ _MEANINGS = " ".join(s.name for s in Status)
 class Stats:
     """What a solve cost. One evaluation is one force per sample.
 
+    Batched methods count for every sample: int64 `(batch,)` instead of a number.
+
     `backward` counts evaluations of the backsolve gradient and grows while autograd runs; the
     direct gradient makes none. `unconverged` counts implicit Adams steps whose corrector gave up:
     such a solution needs a smaller step. `at_save_times` holds the evaluations until each saved
     time. A method that does not report its steps has `None` there.
     """
 
-    evaluations: int = 0
+    evaluations: int | Tensor = 0
     backward: int = 0
-    accepted: int | None = 0
-    rejected: int | None = 0
+    accepted: int | Tensor | None = 0
+    rejected: int | Tensor | None = 0
     unconverged: int = 0
     seconds: float = 0.0
     at_save_times: list[int] = field(default_factory=list)
@@ -90,6 +92,8 @@ class Solution:
         x: `(time, batch, token, feature)`, the states at `t`; only the last one,
             `(1, batch, token, feature)`, where observables were saved instead.
         saved: observables by name, `(time, ...)`, where they were asked for.
+        t_end, x_end: float64 `(batch,)` and `(batch, token, feature)`, every sample's last time
+            and state; of a batched method's, each its own.
         status: int8 `(batch,)`, values of `Status`.
         stats: what it cost.
         system: what moved; the observables of `to_xarray` come from it.
@@ -105,6 +109,13 @@ class Solution:
     config: dict[str, Any] = field(default_factory=dict)
     failure: Failure | None = None
     saved: dict[str, Tensor] = field(default_factory=dict)
+    t_end: Tensor = None  # type: ignore[assignment]  # filled below
+    x_end: Tensor = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.t_end is None:
+            self.t_end = self.t[-1].expand(len(self.status))
+            self.x_end = self.x[-1]
 
     @torch.no_grad()
     def to_xarray(self, states: bool = True, relative: bool = False) -> xr.Dataset:
@@ -128,6 +139,10 @@ class Solution:
             self.status.cpu().numpy(),
             {"flag_values": [int(s) for s in Status], "flag_meanings": _MEANINGS},
         )
+        data["t_end"] = (("sample",), self.t_end.numpy(), {"units": "1"})
+        for name in ("evaluations", "accepted", "rejected"):
+            if isinstance(count := getattr(self.stats, name), Tensor):
+                data[name] = (("sample",), count.numpy())
         if states and not self.saved:
             data["x"] = (dims, self.x.detach().cpu().numpy(), {"units": "1"})
         attrs = store.provenance("etdyn.solution/1", self._config(relative), self.x)
@@ -173,10 +188,14 @@ class Solution:
         }
 
     def _config(self, relative: bool) -> dict[str, Any]:
-        config = {**self.config, "relative_energies": relative, "stats": vars(self.stats)}
+        config = {**self.config, "relative_energies": relative, "stats": _plain(vars(self.stats))}
         if self.failure is not None:
             config["failure"] = vars(self.failure)
         return config
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.tolist() if isinstance(v, Tensor) else v for k, v in values.items()}
 
 
 def describe_system(system: System) -> dict[str, Any]:

@@ -48,10 +48,12 @@ def broken(kind):
 # --- agreement -----------------------------------------------------------------------------------
 
 
-def test_offered_methods_are_the_installed_ones():
-    assert set(ed.available_methods()) == set(SOLVERS)
+def test_offered_methods_are_the_installed_ones_and_ours():
+    ours = {"batched_bosh3", "batched_dopri5", "batched_tsit5"}
+    assert set(ed.available_methods()) == set(SOLVERS) | ours
     fixed, adaptive = ed.available_methods(True), ed.available_methods(False)
-    assert set(fixed) | set(adaptive) == set(SOLVERS)
+    assert set(fixed) | set(adaptive) == set(SOLVERS) | ours
+    assert not set(fixed) & set(adaptive)
     assert "rk4" in fixed
     assert "dopri5" in adaptive
 
@@ -69,7 +71,7 @@ def test_every_method_reaches_the_same_state(system, x0, name):
     error = float((found.x - reference.x).abs().max())
     bounds = {
         "euler": 0.1, "midpoint": 2e-3, "heun2": 2e-3, "heun3": 2e-5, "explicit_adams": 5e-6,
-        "fehlberg2": 3e-4, "adaptive_heun": 5e-5, "bosh3": 2e-5,
+        "fehlberg2": 3e-4, "adaptive_heun": 5e-5, "bosh3": 2e-5, "batched_bosh3": 2e-6,
     }  # fmt: skip
     assert error < bounds.get(name, 5e-7)
     assert found.status.tolist() == [ed.Status.FINISHED] * 3

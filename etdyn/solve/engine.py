@@ -153,6 +153,7 @@ def solver_options(method: Method, times: Tensor) -> dict[str, Any]:
     options: dict[str, Any] = dict(method.options)
     if method.multistep:
         options.setdefault("max_order", 5)  # 12, the library's default, diverges (A-F13)
+        options.setdefault("max_iters", 20)  # 4 may not converge, and then it drops its history
     elif not method.fixed_step and method.differentiable:
         options["norm"] = _largest_rms
         options["step_t"] = times[-1:]

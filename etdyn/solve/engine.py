@@ -122,7 +122,7 @@ class Field(nn.Module):
 
     def _callback_accept_step(self, t: Tensor, x: Tensor, dt: Tensor) -> None:
         self.retries = 0
-        self.steps.append((float(t), float(dt)))
+        self.steps.append((float(t.detach()), float(dt.detach())))
         self.stats.accepted = (self.stats.accepted or 0) + 1
 
     def _callback_reject_step(self, t: Tensor, x: Tensor, dt: Tensor) -> None:

@@ -4,6 +4,7 @@ from etdyn.energies import Attention, Energy, EnergySum, Hopfield
 from etdyn.lagrangians import Lagrangian, LayerNorm
 from etdyn.solve import (
     Failure,
+    GradientError,
     Method,
     Solution,
     SolveError,
@@ -12,6 +13,7 @@ from etdyn.solve import (
     Stop,
     available_methods,
     descend,
+    implicit,
     solve,
 )
 from etdyn.store import load, save
@@ -24,6 +26,7 @@ __all__ = [
     "EnergySum",
     "EnergyTransformer",
     "Failure",
+    "GradientError",
     "Hopfield",
     "ImageCompletion",
     "Lagrangian",
@@ -37,6 +40,7 @@ __all__ = [
     "System",
     "available_methods",
     "descend",
+    "implicit",
     "load",
     "load_model",
     "load_official_checkpoint",

@@ -141,6 +141,7 @@ def single_memory(
         far = overlap + rate * t  # da/dt <= rate
         bracket = overlap, far * (1 + 1e-12)
         a = brentq(lambda a: clock(a) - target, *bracket, xtol=1e-15 * overlap, rtol=1e-15)
-        return (a * xi + offset * e).reshape(1, 1, dim)
+        state: Tensor = a * xi + offset * e
+        return state.reshape(1, 1, dim)
 
     return Problem(System(lagrangian, network), exact(0.0), exact)

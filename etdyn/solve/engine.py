@@ -26,7 +26,7 @@ from etdyn.solve.solution import Stats, Status
 from etdyn.solve.stopping import Stop
 from etdyn.systems import System
 
-__all__ = ["Ended", "Field", "adjoint_options", "solver_options", "states"]
+__all__ = ["Ended", "Field", "solver_options", "states"]
 
 _MOST_RETRIES = 25  # of a step that meets NaN; each is a fifth of the last
 
@@ -157,14 +157,6 @@ def solver_options(method: Method, times: Tensor) -> dict[str, Any]:
     elif not method.fixed_step and method.differentiable:
         options["norm"] = _largest_rms
         options["step_t"] = times[-1:]
-    return options
-
-
-def adjoint_options(method: Method, times: Tensor) -> dict[str, Any]:
-    """The same for the backward solve, whose error leaves out the parameters' gradients."""
-    options = {k: v for k, v in solver_options(method, times).items() if k != "step_t"}
-    if not method.fixed_step:
-        options["norm"] = "seminorm"
     return options
 
 

@@ -48,9 +48,10 @@ def solve(
             tolerances and options.
         step: of a fixed-step method.
         rtol, atol: of an adaptive one; the error is the largest per-sample RMS.
-        gradient: "direct" differentiates the solver's own operations; "backsolve" integrates the
-            adjoint equation backwards with constant memory, and restarts from the saved states,
-            so save times must be dense where the flow contracts (A-F9); None keeps no graph.
+        gradient: "direct" differentiates the solver's own operations; "checkpoint" the same with
+            memory that grows as the logarithm of the steps, for about three more forward passes;
+            "backsolve" integrates the adjoint equation backwards, restarted at anchors of its
+            own choice, and raises `GradientError` where it drifts; None keeps no graph.
         stop: end at equilibrium, tested after every accepted step (scipy_solver: at save times);
             with a batched method every sample ends on its own.
         save: observables to keep at the save times instead of the states, by name (see
@@ -74,20 +75,19 @@ def solve(
     elif step is not None:
         raise bad("step", "none beside a Method, which has its own", step)
     if gradient is not None:
-        check_choice("gradient", gradient, ("direct", "backsolve"))
+        check_choice("gradient", gradient, ("direct", "checkpoint", "backsolve"))
     check_count("max_steps", max_steps)
     system.check(x0, "x0")
     check_finite("x0", x0)
     when = _check_times(times).to(x0.device)
     method.check_precision(x0.dtype)
     needs = gradient is not None and torch.is_grad_enabled() and _wants_gradient(system, x0)
-    if needs and gradient == "backsolve" and method.per_sample:
+    if needs and gradient != "direct" and method.per_sample:
         raise bad("gradient", f"'direct' or None with {method.name!r}", gradient)
     if needs and not method.differentiable:
         raise bad("gradient", f"None (no gradient passes through {method.name!r})", gradient)
-    for name, value in (("stop", stop), ("save", save)):
-        if needs and gradient == "backsolve" and value is not None:
-            raise bad(name, 'none with gradient="backsolve"', value)
+    if needs and gradient != "direct" and save is not None:
+        raise bad("save", f"none with gradient={gradient!r}", save)
     recorder = Recorder(system, save)
     began = time.perf_counter()
     with torch.set_grad_enabled(needs), TimeBar(progress, when) as bar:
@@ -97,9 +97,8 @@ def solve(
             solution = job.solve(recorder, start, when)
         else:
             field = Field(system, method, max_steps, stop, bar)
-            backsolve = needs and gradient == "backsolve"
             solution = solve_together(
-                field, recorder, start, when, method=method, backsolve=backsolve
+                field, recorder, start, when, method=method, gradient=gradient if needs else None
             )
     solution.stats.seconds = time.perf_counter() - began
     solution.config = {

@@ -17,7 +17,15 @@ from etdyn import store
 from etdyn.checks import bad
 from etdyn.systems import System
 
-__all__ = ["Failure", "Solution", "SolveError", "Stats", "Status"]
+__all__ = [
+    "BacksolveReport",
+    "Failure",
+    "GradientError",
+    "Solution",
+    "SolveError",
+    "Stats",
+    "Status",
+]
 
 
 class Status(IntEnum):
@@ -33,6 +41,27 @@ class Status(IntEnum):
 
 
 _MEANINGS = " ".join(s.name for s in Status)
+
+
+class GradientError(RuntimeError):
+    """A gradient that cannot be trusted, and so is not returned."""
+
+
+@dataclass
+class BacksolveReport:
+    """What a backsolve did; complete once autograd has run.
+
+    Attributes:
+        anchors: states from which the backward pass started.
+        drift: largest relative distance of a state integrated backwards from the stored one.
+        probes: evaluations for the fastest rate, in the forward pass.
+        rate: largest fastest rate met, per unit of flow time.
+    """
+
+    anchors: int = 0
+    drift: float = 0.0
+    probes: int = 0
+    rate: float = 0.0
 
 
 @dataclass
@@ -54,6 +83,7 @@ class Stats:
     unconverged: int = 0
     seconds: float = 0.0
     at_save_times: list[int] = field(default_factory=list)
+    backsolve: BacksolveReport | None = None
 
 
 @dataclass(frozen=True)
@@ -195,7 +225,12 @@ class Solution:
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    return {k: v.tolist() if isinstance(v, Tensor) else v for k, v in values.items()}
+    def plain(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.tolist()
+        return vars(value) if isinstance(value, BacksolveReport) else value
+
+    return {k: plain(v) for k, v in values.items()}
 
 
 def describe_system(system: System) -> dict[str, Any]:

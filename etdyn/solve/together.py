@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torchdiffeq import odeint_adjoint
 
-from etdyn.solve.engine import Ended, Field, adjoint_options, grid, solver_options, states
+from etdyn.solve.backsolve import AnchorLog, BacksolveReport, backsolve
+from etdyn.solve.checkpointing import StepLog, replay
+from etdyn.solve.engine import Ended, Field, solver_options, states
 from etdyn.solve.methods import Method
 from etdyn.solve.observables import Recorder
 from etdyn.solve.solution import Failure, Solution, Status
@@ -21,16 +22,21 @@ def solve_together(
     times: Tensor,
     *,
     method: Method,
-    backsolve: bool,
+    gradient: str | None,
 ) -> Solution:
-    """Integrate from times[0]; `backsolve`: for torchdiffeq's adjoint gradient.
+    """Integrate from times[0]; `gradient` as in `solve`, None where none is wanted.
 
-    An early end keeps every saved time before it and the last accepted state.
+    An early end keeps every saved time before it and the last accepted state. "checkpoint" and
+    "backsolve" integrate without a graph first, and hang their gradient on what came out.
     """
-    run = _backsolve if backsolve else _run
-    reached, end = run(field, recorder, x0, times, method)
-    field.backward_pass = True
-    x, saved = recorder.result()
+    if gradient in (None, "direct"):
+        reached, end = _run(field, recorder, x0, times, method)
+        x, saved = recorder.result()
+        field.backward_pass = True
+    else:
+        hang = _checkpoint if gradient == "checkpoint" else _backsolve
+        x, reached, end = hang(field, recorder, x0, times, method)
+        saved = {}
     done = Status.FINISHED if field.stop is None else Status.MAX_TIME
     status = torch.full((len(x0),), done, dtype=torch.int8)
     solution = Solution(reached.cpu(), x, status, field.stats, field.system, saved=saved)
@@ -66,27 +72,42 @@ def _run(
     return times, None
 
 
+def _checkpoint(
+    field: Field, recorder: Recorder, x0: Tensor, times: Tensor, method: Method
+) -> tuple[Tensor, Tensor, Ended | None]:
+    """States, their times and why it ended, with the gradient of a replay in segments."""
+    log = StepLog(method)
+    log.attach(field)
+    with torch.no_grad():
+        reached, end = _run(field, recorder, x0, times, method)
+    x, _ = recorder.result()
+    if len(reached) == 1:
+        return x0.unsqueeze(0), reached, end
+    field.backward_pass = True
+    options = solver_options(method, times)
+    x = replay(field, x0, reached, method, log, options=options, expected=x)
+    return x, reached, end
+
+
 def _backsolve(
     field: Field, recorder: Recorder, x0: Tensor, times: Tensor, method: Method
-) -> tuple[Tensor, Ended | None]:
-    """The same through torchdiffeq's adjoint, which keeps no graph."""
-    forward, backward = solver_options(method, times), adjoint_options(method, times)
-    if method.fixed_step:
-        for options in (forward, backward):
-            options["grid_constructor"] = lambda func, x, t: grid(method, t)
-    try:
-        found = odeint_adjoint(
-            field, x0, times, method=method.name, rtol=method.rtol, atol=method.atol,
-            options=forward, adjoint_options=backward,
-        )  # fmt: skip
-        field.reach(times[-1], found[-1])
-    except Ended:
-        field.restart()
-        with torch.no_grad():  # again, to have what comes before the failure
-            return _run(field, recorder, x0, times, method)
-    for x in found:
-        recorder.add(x)
-    return times, None
+) -> tuple[Tensor, Tensor, Ended | None]:
+    """The same with the gradient of the adjoint equation, restarted at anchors."""
+    report = field.stats.backsolve = BacksolveReport()
+    anchors = AnchorLog(field.system.velocity, method, report=report)
+    anchors.attach(field)
+    with torch.no_grad():
+        reached, end = _run(field, recorder, x0, times, method)
+    x, _ = recorder.result()
+    if len(reached) == 1:
+        return x0.unsqueeze(0), reached, end
+    field.stats.evaluations += report.probes
+    field.backward_pass = True
+    x = backsolve(
+        field, x0, reached, x, method=method, anchors=anchors, max_steps=field.max_steps,
+        report=report,
+    )  # fmt: skip
+    return x, reached, end
 
 
 def _mark(solution: Solution, end: Ended, field: Field) -> None:

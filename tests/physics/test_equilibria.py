@@ -39,7 +39,7 @@ def test_residual_vanishes_at_equilibria_of_the_map(make_case, close, law, seed)
         close(system.lagrangian.normalise(system.force(x)), x, 1e-12)
 
 
-def test_et_29_published_flow_drifts_where_the_residual_vanishes(make_case, close):
+def test_published_flow_drifts_where_the_residual_vanishes(make_case, close):
     """ET 1.5.2: at a leaky equilibrium x grows along itself while g stands still."""
     case = make_case(dynamics="leaky", hopfield="softmax", weights=1.5, tokens=4)
     x = settle(case.system, case.x)

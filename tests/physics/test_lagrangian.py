@@ -145,3 +145,25 @@ def test_et_f3_flow_commutes_with_shifts(make_case, close, data):
     plain = descend(case.system, case.x, 0.1, 8).x
     shifted = descend(case.system, case.x + shift, 0.1, 8).x
     close(shifted, plain + shift, 1e-12)
+
+
+@given(data=DATA)
+def test_sphere_activation_lies_on_the_sphere_and_moves_with_the_tangent_force(
+    make_case, close, data
+):
+    """|g - delta| = gamma sqrt(D) whatever the scale of x, without eps; dg/dtau = P force."""
+    case = make_case(data, dynamics="sphere")
+    system, lagrangian, x = case.system, case.system.lagrangian, case.x
+    exact = LayerNorm(system.dim, eps=0.0).double()
+    exact.load_state_dict(lagrangian.state_dict())
+    g = system.activation(x)
+    close(g, exact.activation(x), 1e-13)
+    radius = (g - lagrangian.delta).norm(dim=-1)
+    close(radius, (lagrangian.gamma * lagrangian.dim**0.5).expand_as(radius), 1e-13)
+    close(system.activation(7.0 * x + 3.0), g, 1e-12)
+    start = system.prepare(x)
+    close(start.mean(-1), torch.zeros_like(radius), 1e-15, scale=1)
+    close(start.square().mean(-1), torch.ones_like(radius), 1e-14)
+    moved = torch.func.jvp(system.activation, (x,), (system.velocity(0.0, x),))[1]
+    force = system.force(x)
+    close(moved, lagrangian.tangent(x, force), 1e-12, scale=force)

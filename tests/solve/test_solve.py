@@ -132,7 +132,7 @@ def test_errors_are_those_of_the_worst_sample(system, x0):
     assert float((crowd - reference).norm()) < 3 * float((alone - reference).norm())
 
 
-def test_gradients_direct_and_backsolve_agree_with_finite_differences(system, x0):
+def test_gradients_agree_with_each_other_and_with_finite_differences(system, x0):
     def loss(gradient):
         times = torch.linspace(0, 1, 11)
         solution = ed.solve(system, x0, times, rtol=1e-10, atol=1e-10, gradient=gradient)
@@ -142,14 +142,19 @@ def test_gradients_direct_and_backsolve_agree_with_finite_differences(system, x0
     value, _ = loss("direct")
     value.backward()
     direct = {n: p.grad.clone() for n, p in system.named_parameters()}
-    system.zero_grad()
-    value, solution = loss("backsolve")
-    assert solution.stats.backward == 0
-    value.backward()
-    assert solution.stats.backward > 0
-    for name, parameter in system.named_parameters():
-        scale = direct[name].abs().max()
-        assert float((parameter.grad - direct[name]).abs().max() / scale) < 1e-6, name
+    for gradient in ("checkpoint", "backsolve"):
+        system.zero_grad()
+        value, solution = loss(gradient)
+        before = solution.stats.backward
+        value.backward()
+        assert solution.stats.backward > before
+        for name, parameter in system.named_parameters():
+            scale = direct[name].abs().max()
+            assert float((parameter.grad - direct[name]).abs().max() / scale) < 1e-6, name
+    assert solution.stats.backsolve.drift < 1e-6
+    assert solution.stats.backsolve.anchors > 1
+    config = json.loads(solution.to_xarray(states=False).attrs["etdyn_config"])
+    assert config["stats"]["backsolve"]["anchors"] == solution.stats.backsolve.anchors
     weight, h = system.hopfield.memories, 1e-5
     with torch.no_grad():
         ends = []
@@ -359,7 +364,7 @@ def test_interpolant_is_fourth_order_and_meets_the_saved_states(system, x0):
         ({"times": [0.0]}, ValueError, "times: expected at least two"),
         ({"times": [0.0, 2.0, 1.0]}, ValueError, "times: expected strictly increasing"),
         ({"times": [0.0, float("nan")]}, ValueError, "times: expected finite"),
-        ({"gradient": "adjoint"}, ValueError, "gradient: expected one of 'direct', 'backsolve'"),
+        ({"gradient": "adjoint"}, ValueError, "gradient: expected one of 'direct', 'checkpoint'"),
         ({"method": "scipy_solver"}, ValueError, "gradient: expected None"),
         ({"max_steps": 0}, ValueError, "max_steps"),
         ({"x0": torch.zeros(3, 4, 7).double()}, ValueError, r"x0: expected shape \(any, any, 8\)"),

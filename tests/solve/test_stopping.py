@@ -101,8 +101,3 @@ def test_activation_change_is_the_speed_of_g(system, x0):
 def test_stops_are_checked(arguments, message):
     with pytest.raises(ValueError, match=message):
         ed.Stop(*arguments)
-
-
-def test_no_stop_with_backsolve(system, x0):
-    with pytest.raises(ValueError, match="stop: expected none with gradient"):
-        ed.solve(system, x0, [0, 1.0], gradient="backsolve", stop=ed.Stop())

@@ -1,6 +1,7 @@
 """Refusing wrong input: every message names the argument, what was expected and what came."""
 
 import math
+import numbers
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 def check_positive(name: str, value: float, zero: bool = False) -> None:
     """Raise unless `value` is a finite real number above zero (or zero, where `zero`)."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
     if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
         raise bad(name, "a finite number " + (">= 0" if zero else "> 0"), value)
@@ -37,7 +38,7 @@ def check_positive(name: str, value: float, zero: bool = False) -> None:
 
 def check_count(name: str, value: int, least: int = 1) -> None:
     """Raise unless `value` is an integer of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name}: expected an integer, got {type(value).__name__}")
     if value < least:
         raise bad(name, f"an integer >= {least}", value)
@@ -62,6 +63,8 @@ def check_tensor(name: str, x: object, shape: tuple[int | None, ...], like: Tens
 def check_state(name: str, x: object, dim: int, like: Tensor) -> None:
     """Raise unless `x` is a state `(batch, token, dim)` with the dtype and device of `like`."""
     check_tensor(name, x, (None, None, dim), like)
+    if isinstance(x, Tensor) and x.numel() == 0:
+        raise bad(name, "at least one sample and one token", f"shape {tuple(x.shape)}")
 
 
 def check_finite(name: str, x: Tensor) -> None:

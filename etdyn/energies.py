@@ -165,7 +165,7 @@ class Attention(Energy):
             allowed = pairs if allowed is None else allowed & pairs
         if allowed is None:
             return None
-        return allowed.reshape(-1, 1, n, n)
+        return allowed.reshape(-1, 1, *allowed.shape[-2:])
 
     def _heads(self, g: Tensor, weight: Tensor) -> Tensor:
         """Project g on every head, `(batch, head, token, head_dim)`."""

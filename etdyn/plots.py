@@ -1,7 +1,8 @@
 """Figures of results: every function takes labelled arrays and draws them, never a system.
 
 Colours are Okabe and Ito's, which differ in brightness; lines differ in dash as well, so that a
-figure survives a grey printer. Bands are the quartiles over samples.
+figure survives a grey printer. Lines are means and bands quartiles over
+samples.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ import numpy.typing as npt
 import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 __all__ = [
     "COLOURS",
     "DASHES",
+    "band",
     "image_rows",
     "legend",
     "mark",
     "panels",
-    "quartile_band",
     "slope_guide",
 ]
 
@@ -51,16 +52,17 @@ def panels(columns: int, rows: int = 1, height: float = 2.9) -> tuple[Figure, np
     return figure, axes
 
 
-def quartile_band(
+def band(
     ax: Axes, values: xr.DataArray, x: str, *, label: str, style: int, width: float = 1.6
 ) -> None:
-    """The median over samples as a line along the coordinate `x`, the quartiles as a band.
+    """The mean over samples as a line along the coordinate `x`, the quartiles as a band.
 
     style: index into colours and dashes; width: of the line, in points.
     """
-    low, middle, high = (values.quantile(q, "sample") for q in (0.25, 0.5, 0.75))
+    low, high = (values.quantile(q, "sample") for q in (0.25, 0.75))
     colour, dash = COLOURS[style % len(COLOURS)], DASHES[style % len(DASHES)]
-    ax.plot(values[x], middle, color=colour, linestyle=dash, label=label, linewidth=width)
+    mean = values.mean("sample")
+    ax.plot(values[x], mean, color=colour, linestyle=dash, label=label, linewidth=width)
     ax.fill_between(values[x], low, high, color=colour, alpha=0.15, linewidth=0)
 
 
@@ -77,9 +79,12 @@ def mark(ax: Axes, x: float, label: str) -> None:
 
 
 def plain_log(ax: Axes) -> None:
-    """Log-log axes that name only powers of ten."""
+    """Log-log axes with plain numbers at 1, 2 and 5 times the powers of ten."""
     ax.set(xscale="log", yscale="log")
-    ax.yaxis.set_minor_formatter(NullFormatter())
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(NullFormatter())
 
 
 def legend(ax: Axes) -> None:

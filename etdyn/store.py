@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import xarray as xr
+import zarr
 from torch import Tensor
 
 from etdyn.checks import bad
@@ -63,7 +64,8 @@ def save(data: xr.Dataset | xr.DataTree, path: str | os.PathLike[str]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as parent:
         fresh, old = Path(parent) / "new", Path(parent) / "old"
-        data.to_zarr(fresh, mode="w", consolidated=False)
+        with zarr.config.set({"array.write_empty_chunks": True}):  # so that none may be missing
+            data.to_zarr(fresh, mode="w", consolidated=False)
         if path.exists():
             path.rename(old)
         fresh.rename(path)
@@ -73,12 +75,16 @@ def load(path: str | os.PathLike[str]) -> xr.Dataset | xr.DataTree:
     """Read a result that `save` wrote, into memory: a Dataset, or a DataTree if it has groups.
 
     Raises:
-        ValueError: `path` is not a zarr store, or not one of etdyn's.
+        ValueError: `path` is not a zarr store, not one of etdyn's, damaged or incomplete.
     """
     path = Path(path)
     if not (path / "zarr.json").exists():
         raise bad("path", "a zarr store", f"{path} (no zarr.json there)")
-    tree = xr.open_datatree(path, engine="zarr", consolidated=False).load()
+    try:
+        _check_chunks(zarr.open_group(path, mode="r"))
+        tree = xr.open_datatree(path, engine="zarr", consolidated=False).load()
+    except Exception as error:  # zarr, its codecs and json each have their own
+        raise bad("path", "a complete zarr store", f"{path} ({error})") from error
     tree.close()
     if "etdyn_schema" not in tree.attrs:
         raise bad("path", "a result of etdyn (attribute etdyn_schema)", path)
@@ -99,6 +105,16 @@ def write_atomically(path: str | os.PathLike[str], content: bytes | str) -> None
         except BaseException:
             os.unlink(f.name)
             raise
+
+
+def _check_chunks(group: zarr.Group) -> None:
+    """A missing chunk would be read as NaN."""
+    for name, array in group.arrays():
+        missing = array.nchunks - array.nchunks_initialized
+        if missing:
+            raise ValueError(f"{missing} chunks of {name} missing")
+    for _, inner in group.groups():
+        _check_chunks(inner)
 
 
 @functools.cache

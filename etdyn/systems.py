@@ -72,6 +72,8 @@ class System(nn.Module):
     def masked(self, tokens: Tensor | None = None, keys: Tensor | None = None) -> Self:
         """This system with tokens or pairs of tokens taken out, sharing parameters.
 
+        A second mask takes out more: tokens and pairs must pass both.
+
         Args:
             tokens: bool `(batch or 1, token)`, False where a token does not exist. Such a
                 token stays where it is and contributes nothing.
@@ -91,6 +93,22 @@ class System(nn.Module):
                 raise bad(name, f"device {self.lagrangian.delta.device}", mask.device)
         if tokens is not None and not bool(tokens.any(1).all()):
             raise bad("tokens", "at least one token in every sample", "a sample without any")
+        if tokens is not None and self._tokens is not None:
+            tokens = tokens & self._tokens
+        if keys is not None and self._keys is not None:
+            keys = keys & self._keys
+        return self._with_masks(
+            self._tokens if tokens is None else tokens, self._keys if keys is None else keys
+        )
+
+    @property
+    def masks(self) -> dict[str, int] | None:
+        """How many tokens and pairs of tokens the masks take out; None without masks."""
+        pairs = {"tokens": self._tokens, "keys": self._keys}
+        taken = {name: int((~m).sum()) for name, m in pairs.items() if m is not None}
+        return taken or None
+
+    def _with_masks(self, tokens: Tensor | None, keys: Tensor | None) -> Self:
         view = self._view()
         interaction = self.interaction.masked(tokens, keys)
         view._modules.update(interaction.terms())
@@ -106,9 +124,10 @@ class System(nn.Module):
         masks = [m if m is None or len(m) == 1 else m[rows] for m in (self._tokens, self._keys)]
         if all(a is b for a, b in zip(masks, (self._tokens, self._keys), strict=True)):
             return self
-        return self.masked(*masks)
+        return self._with_masks(*masks)
 
-    def _keep(self, per_token: Tensor) -> Tensor:
+    def keep(self, per_token: Tensor) -> Tensor:
+        """`(batch, token[, feature])` with zeros for tokens that do not exist."""
         if self._tokens is None:
             return per_token
         mask = self._tokens if per_token.ndim == 2 else self._tokens.unsqueeze(-1)
@@ -125,9 +144,25 @@ class System(nn.Module):
         ramp = torch.linspace(-1, 1, self.dim, dtype=x.dtype, device=x.device)
         return torch.where(self._tokens.unsqueeze(-1), x, ramp)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "interaction" in self.__dict__ and name in self.interaction.terms():
+            raise bad(name, "a part that stays; build a new System to change it", _kind(value))
+        super().__setattr__(name, value)
+
     def check(self, x: Tensor, name: str = "x") -> None:
-        """Raise unless x is a state of this system: `(batch, token, dim)`, dtype and device."""
+        """Raise unless x is a state of this system: shape, dtype, device, and its masks fit."""
         check_state(name, x, self.dim, self.lagrangian.delta)
+        batch, n, _ = x.shape
+        for mask in (self._tokens, self._keys):
+            if mask is not None and (len(mask) not in (1, batch) or set(mask.shape[1:]) != {n}):
+                raise bad(name, f"a state that fits the mask of shape {tuple(mask.shape)}",
+                          f"shape {tuple(x.shape)}")  # fmt: skip
+
+    def token_mean(self, per_token: Tensor) -> Tensor:
+        """The mean of `(batch, token)` over the tokens that exist, `(batch,)`."""
+        if self._tokens is None:
+            return per_token.mean(1)
+        return self.keep(per_token).sum(1) / self._tokens.sum(1)
 
     def prepare(self, x: Tensor) -> Tensor:
         """x as a start of this dynamics (sphere: mean 0, standard deviation 1).
@@ -161,7 +196,7 @@ class System(nn.Module):
     def velocity(self, t: Tensor | float, x: Tensor) -> Tensor:
         """dx/dt, shape of x; none of the dynamics depends on t."""
         x = self._stand_in(x)
-        return self._keep(self._law.velocity(self.lagrangian, x, self.force(x)))
+        return self.keep(self._law.velocity(self.lagrangian, x, self.force(x)))
 
     def activation_velocity(self, x: Tensor) -> Tensor:
         """dg/dt along the flow, shape of x."""
@@ -181,7 +216,7 @@ class System(nn.Module):
         parts = {n: term.energy(g, relative) for n, term in self.interaction.terms().items()}
         neuron = self._law.neuron_energy(self.lagrangian, self._stand_in(x))
         if neuron is not None:
-            parts["lagrangian"] = self._keep(neuron).sum(1)
+            parts["lagrangian"] = self.keep(neuron).sum(1)
         return parts
 
     def energy(self, x: Tensor) -> Tensor:
@@ -200,7 +235,7 @@ class System(nn.Module):
         where g is at equilibrium (up to eps in the layer norm), and never because x grew.
         """
         x = self._stand_in(x)
-        tangent = self._keep(self.lagrangian.tangent(x, self.force(x)))
+        tangent = self.keep(self.lagrangian.tangent(x, self.force(x)))
         return tangent.square().sum((1, 2)).sqrt()
 
     def map(self, x: Tensor, damping: float = 1.0) -> Tensor:

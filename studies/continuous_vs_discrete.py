@@ -9,6 +9,8 @@ adaptive integration of the same flow, and does the same for the leaky and the s
 
 from __future__ import annotations
 
+import itertools
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -62,9 +64,9 @@ class Config:
     images: int = 16
     """Held-out images whose trajectories are followed."""
     steps_per_horizon: tuple[int, ...] = (48, 24, 12, 6, 3, 2, 1)
-    """Euler steps in one training horizon: the step sizes are horizon / n."""
+    """Euler steps in one training horizon, the model's own number (12) among them."""
     horizons: tuple[int, ...] = (1, 2, 4, 10, 20)
-    """Ends of the runs, in training horizons."""
+    """Ends of the runs, in training horizons: 1 and more, increasing."""
     tolerance: float = 1e-8
     """rtol and atol of the reference flow; its error is measured against 100 times as much."""
     seed: int = 0
@@ -78,6 +80,9 @@ class Config:
         for name in ("steps_per_horizon", "horizons"):
             for value in getattr(self, name):
                 check_count(name, value)
+        increasing = all(a < b for a, b in itertools.pairwise(self.horizons))
+        if self.horizons[:1] != (1,) or len(self.horizons) < 2 or not increasing:
+            raise bad("horizons", "increasing numbers that start with 1", self.horizons)
         if not 1e-10 <= self.tolerance <= 1e-4:
             raise bad("tolerance", "a number from 1e-10 to 1e-4", self.tolerance)
 
@@ -108,6 +113,9 @@ def main(config: Config) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     data = digits()
     model = trained(config) if config.train else ed.load_model(config.model)
+    if model.steps not in config.steps_per_horizon:
+        raise bad("steps_per_horizon", f"numbers with the model's own {model.steps} among them",
+                  config.steps_per_horizon)  # fmt: skip
     baselines = score(model, data)
     print(
         "\n"
@@ -119,7 +127,9 @@ def main(config: Config) -> None:
         batch = start(model, data.test.double(), config)
         groups = {name: measure(model, name, batch, config) for name in page.DYNAMICS}
         gallery = completions(model, batch, data, config)
+    error = [v for k, v in baselines.items() if k.startswith("Energy")]
     record = {
+        "psnr": float(psnr(torch.tensor(error), model.pixel_std.float())[0]),
         "study": asdict(config) | {"runs": str(config.runs), "model": str(config.model)},
         "model": model.config,
         "baselines": baselines,
@@ -136,8 +146,9 @@ def main(config: Config) -> None:
 
 
 def trained(config: Config) -> ImageCompletion:
-    """A model trained now, in `config.folder`/model."""
-    command = TrainCommand(folder=config.folder / "model")
+    """A model trained now, in `config.folder`/model, or the end of a run that stands there."""
+    folder = config.folder / "model"
+    command = TrainCommand(folder=folder, resume=(folder / "resume.safetensors").exists())
     return command.run(None if config.budget == "full" else parse_duration(config.budget))
 
 
@@ -156,7 +167,6 @@ def score(model: ImageCompletion, data: ImageSet) -> dict[str, float]:
         "mean of every position": float(torch.stack(mean).mean()),
         "Gaussian conditional mean": float(torch.stack(gauss).mean()),
         f"Energy Transformer, {model.steps} steps of {model.step:g}": error,
-        "PSNR of the Energy Transformer (dB)": float(psnr(torch.tensor(error), model.pixel_std)),
     }
 
 
@@ -240,7 +250,7 @@ class Comparison:
             bar.update()
             before, energy = energy, system.energy(x)
             rises += energy - before > 1e-12 * before.abs()
-            clock += system.elapsed_clock(last, x, step).mean(1)
+            clock += system.token_mean(system.elapsed_clock(last, x, step))
             last = x
             if k % count == 0 and k // count in self.horizons:
                 row = self.observe(x, k * step, clock) | {"clock": clock, "rises": rises}
@@ -320,4 +330,7 @@ def completions(
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    try:
+        main(tyro.cli(Config, description=__doc__))
+    except (ValueError, TypeError) as problem:
+        sys.exit(f"error: {problem}")

@@ -63,6 +63,21 @@ def test_masks():
         system.masked(keys=torch.ones(2, 2).bool())
 
 
+def test_parts_of_a_system_stay():
+    system = ed.EnergyTransformer(8, 1, 4, 4)
+    with pytest.raises(ValueError, match="hopfield: expected a part that stays"):
+        system.hopfield = ed.Hopfield(8, 5)
+
+
+def test_empty_states_and_numpy_numbers():
+    system = ed.EnergyTransformer(8, 1, 4, 4)
+    for shape in ((0, 3, 8), (2, 0, 8)):
+        with pytest.raises(ValueError, match="x0: expected at least one sample and one token"):
+            ed.descend(system, torch.zeros(shape))
+    found = ed.descend(system, torch.randn(1, 2, 8), np.float32(0.5), np.int64(3))
+    assert found.to_xarray().sizes["time"] == 4
+
+
 def official(**changes):
     rng = np.random.default_rng(0)
     arrays = {

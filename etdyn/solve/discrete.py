@@ -32,7 +32,7 @@ def iterate(
         x = x + step * system.velocity(0.0, x)
         if noise:
             kick = torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
-            x = x + step**0.5 * noise * kick
+            x = x + step**0.5 * noise * system.keep(kick)
         if system.dynamics == "sphere":
             x = system.prepare(x)
         yield x
@@ -78,6 +78,7 @@ def descend(
     check_positive("noise", noise, zero=True)
     system.check(x0, "x0")
     check_finite("x0", x0)
+    step, steps, noise = float(step), int(steps), float(noise)
     began = time.perf_counter()
     states = [system.prepare(x0)]
     states += iterate(system, states[0], step, steps, noise=noise, generator=generator)

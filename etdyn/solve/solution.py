@@ -112,6 +112,9 @@ class SolveError(RuntimeError):
         )
         self.solution = solution
 
+    def __reduce__(self) -> tuple[type[SolveError], tuple[Solution]]:
+        return SolveError, (self.solution,)
+
 
 @dataclass
 class Solution:
@@ -198,7 +201,8 @@ class Solution:
         for k, x in enumerate(self.x.detach()):
             if k > 0:
                 dt = float(self.t[k] - self.t[k - 1])
-                clock = clock + self.system.elapsed_clock(self.x[k - 1].detach(), x, dt).mean(1)
+                gained = self.system.elapsed_clock(self.x[k - 1].detach(), x, dt)
+                clock = clock + self.system.token_mean(gained)
             for name, value in (self._observe(x, relative) | {"clock": clock}).items():
                 columns.setdefault(name, []).append(value)
         return {name: torch.stack(column).cpu().numpy() for name, column in columns.items()}
@@ -239,4 +243,5 @@ def describe_system(system: System) -> dict[str, Any]:
         "class": type(system).__name__,
         "dynamics": system.dynamics,
         "config": getattr(system, "config", None),
+        "masks": system.masks,
     }

@@ -35,14 +35,14 @@ def save_model(
     tensors = {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}
     data = serialise(tensors)
     record = {"model": model.config, "sha256": hashlib.sha256(data).hexdigest(), **(notes or {})}
-    path = Path(path)
-    write_atomically(path.with_suffix(".safetensors"), data)
-    write_atomically(path.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
+    record_file, tensor_file = _files(path)
+    write_atomically(tensor_file, data)
+    write_atomically(record_file, json.dumps(record, indent=1) + "\n")
 
 
 def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
     """What was noted of a saved model: its JSON less the architecture and the checksum."""
-    record = _read_json(Path(path).with_suffix(".json"))
+    record = _read_json(_files(path)[0])
     return {k: v for k, v in record.items() if k not in ("model", "sha256")}
 
 
@@ -55,17 +55,19 @@ def load_model(path: str | os.PathLike[str]) -> ImageCompletion:
     Raises:
         ValueError: a file is missing, truncated, foreign, or does not match its checksum.
     """
-    path = Path(path)
-    record_file, tensor_file = path.with_suffix(".json"), path.with_suffix(".safetensors")
+    record_file, tensor_file = _files(path)
     record = _read_json(record_file)
     data = _read(tensor_file)
     if not isinstance(record, dict) or "model" not in record or "sha256" not in record:
         raise bad("path", "a configuration with fields model and sha256", record_file)
     if hashlib.sha256(data).hexdigest() != record["sha256"]:
         raise bad("path", f"a file with the checksum that {record_file.name} names", tensor_file)
-    model = ImageCompletion.from_config(record["model"])
     tensors = _parse(data, tensor_file)
-    model.to(tensors["pixel_mean"].dtype).load_state_dict(tensors)
+    try:
+        model = ImageCompletion.from_config(record["model"])
+        model.to(tensors["pixel_mean"].dtype).load_state_dict(tensors)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise bad("path", "a model and its configuration", f"{record_file} ({error})") from error
     return model.eval()
 
 
@@ -137,6 +139,12 @@ def load_official_checkpoint(
                 raise bad(official, f"finite values of dtype {target.dtype}", value.dtype)
             target.copy_(value)
     return model.eval()
+
+
+def _files(path: str | os.PathLike[str]) -> tuple[Path, Path]:
+    """The JSON and the safetensors file of a model named with or without a suffix."""
+    base = os.fspath(path).removesuffix(".safetensors").removesuffix(".json")
+    return Path(base + ".json"), Path(base + ".safetensors")
 
 
 def _read(path: Path) -> bytes:

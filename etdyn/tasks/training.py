@@ -117,14 +117,14 @@ def train(
     state_file = folder / "resume.safetensors"
     if len(images.train) <= config.validation:
         raise bad("validation", f"fewer than {len(images.train)} images", config.validation)
-    if state_file.exists() and not resume:
-        raise bad("folder", "a folder without a run, or resume", folder)
+    if state_file.exists() != resume:
+        raise bad("folder", "a run to resume in it" if resume else "none, or resume", folder)
     like = model.pixel_mean
     order = torch.randperm(len(images.train), generator=_generator(config.seed, -1))
     held = images.train[order[: config.validation]].to(like)
     fit = images.train[order[config.validation :]]
-    run = _Run(model, config)
-    if state_file.exists():
+    run = _Run(model, config, images.name)
+    if resume:
         run.restore(state_file)
     elif budget is not None:
         speed = _seconds_per_iteration(model, fit, config)
@@ -155,8 +155,10 @@ def train(
 class _Run:
     """Model, running average and optimiser, and how far they are."""
 
-    def __init__(self, model: ImageCompletion, config: TrainConfig) -> None:
+    def __init__(self, model: ImageCompletion, config: TrainConfig, data: str) -> None:
         self.model, self.config = model, config
+        # what a resumed run must agree with
+        self.identity = {"recipe": asdict(config), "model": model.config, "data": data}
         self.average = copy.deepcopy(model)
         self.optimiser = torch.optim.AdamW(
             model.parameters(), lr=config.lr, betas=(0.9, 0.99), weight_decay=config.weight_decay
@@ -187,17 +189,19 @@ class _Run:
         tensors |= {f"average.{k}": v for k, v in self.average.state_dict().items()}
         for index, values in self.optimiser.state_dict()["state"].items():
             tensors |= {f"optimiser.{index}.{k}": torch.as_tensor(v) for k, v in values.items()}
-        record = {"train": asdict(self.config), "iteration": self.done, "best": self.best}
-        save_tensors(tensors, path, record)
+        record = {"iterations": self.config.iterations, "iteration": self.done, "best": self.best}
+        save_tensors(tensors, path, self.identity | record)
 
     def restore(self, path: Path) -> None:
         """Take up a stored run."""
         tensors, record = load_tensors(path)
-        saved = TrainConfig(**record["train"])
-        # a budget may have shortened the stored run; everything else must agree
-        if replace(saved, iterations=self.config.iterations) != self.config:
-            raise bad("config", f"that of the run in {path.parent}: {saved}", self.config)
-        self.config, self.done, self.best = saved, record["iteration"], record["best"]
+        for name, mine in self.identity.items():
+            if record.get(name) != mine:
+                expected = f"that of the run in {path.parent}: {record.get(name)}"
+                raise bad("resume: " + name, expected, mine)
+        # a budget may have shortened the stored run
+        self.config = replace(self.config, iterations=record["iterations"])
+        self.done, self.best = record["iteration"], record["best"]
         moments: dict[int, dict[str, Tensor]] = {}
         parts: dict[str, dict[str, Tensor]] = {"model": {}, "average": {}}
         for name, tensor in tensors.items():
@@ -239,7 +243,7 @@ def _schedule(iteration: int, config: TrainConfig) -> float:
 
 def _seconds_per_iteration(model: ImageCompletion, images: Tensor, config: TrainConfig) -> float:
     """Median time of an iteration, measured on a copy."""
-    trial = _Run(copy.deepcopy(model), config)
+    trial = _Run(copy.deepcopy(model), config, "trial")
     times = []
     for _ in range(13):
         began = time.perf_counter()

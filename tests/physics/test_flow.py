@@ -18,6 +18,7 @@ def slope(system, x):
     return torch.func.jvp(system.energy, (x,), (system.velocity(0.0, x),))[1]
 
 
+@torch.no_grad()
 def worst_rise(system, states):
     """Largest rise of the energy between consecutive states, in units of |E|."""
     energy = torch.stack([system.energy(x) for x in states])

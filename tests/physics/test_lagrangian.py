@@ -48,6 +48,7 @@ def test_et_f2_spectrum_of_the_metric(make_case, close, data):
     stiff = (gamma / sigma)[:, None].expand(-1, dim - 2)
     soft = (gamma * lagrangian.eps / sigma**3)[:, None]
     expected = torch.cat([torch.zeros_like(soft), soft, stiff], 1)
+    close(case.system.clock_rate(x).flatten(), gamma / sigma, 1e-14)
     found = torch.linalg.eigvalsh(hessians(lagrangian, x))
     for mine, exact in zip(found, expected, strict=True):  # eps / sigma^2 < 1: already sorted
         close(mine, exact, 1e-13)

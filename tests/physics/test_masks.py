@@ -115,7 +115,48 @@ def test_masks_do_not_leak_into_the_original(make_case):
     masked = case.system.masked(tokens=present)
     assert not torch.equal(masked.energy(case.x), before)
     assert torch.equal(case.system.energy(case.x), before)
-    assert torch.equal(masked.masked().energy(case.x), before), "masked() without masks: none"
+    assert torch.equal(masked.masked().energy(case.x), masked.energy(case.x))
+
+
+def test_a_second_mask_takes_out_more(make_case, close):
+    case = make_case()
+    first = torch.tensor([[True, False, True, True, True]])
+    second = torch.tensor([[True, True, True, False, True]])
+    pairs = case.mask(1, 5, 5)
+    twice = case.system.masked(tokens=first).masked(tokens=second, keys=pairs)
+    once = case.system.masked(tokens=first & second, keys=pairs)
+    close(twice.energy(case.x), once.energy(case.x), 1e-14)
+    assert twice.masks == {"tokens": 2, "keys": int((~pairs).sum())}
+    assert case.system.masks is None
+
+
+@pytest.mark.parametrize("self_attention", [True, False])
+def test_masks_that_do_not_fit_the_state_are_refused(make_case, self_attention):
+    case = make_case(self_attention=self_attention)  # batch 2, 5 tokens
+    for masked in (
+        case.system.masked(keys=torch.ones(1, 10, 10, dtype=torch.bool)),
+        case.system.masked(keys=torch.ones(2, 5, 1, dtype=torch.bool)),
+        case.system.masked(tokens=torch.ones(2, 1, dtype=torch.bool)),
+        case.system.masked(tokens=torch.ones(3, 5, dtype=torch.bool)),
+    ):
+        for verb in (masked.force, masked.energy, lambda x, m=masked: descend(m, x)):
+            with pytest.raises(ValueError, match="expected a state that fits the mask of shape"):
+                verb(case.x)
+
+
+def test_absent_tokens_neither_move_by_noise_nor_count_in_the_clock(make_case, close):
+    case = make_case(batch=1)
+    padded = torch.cat([case.x, torch.zeros(1, 1, 8, dtype=torch.float64)], 1)
+    present = torch.tensor([[True] * 5 + [False]])
+    masked = case.system.masked(tokens=present)
+    noisy = descend(masked, padded, noise=0.1, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(noisy.x[:, :, 5], torch.zeros(13, 1, 8, dtype=torch.float64))
+    assert float((noisy.x[-1, 0, :5] - descend(masked, padded).x[-1, 0, :5]).norm()) > 0
+    clocks = [
+        torch.from_numpy(descend(s, x).to_xarray()["clock"].to_numpy())
+        for s, x in ((masked, padded), (case.system, case.x))
+    ]
+    close(*clocks, 1e-12)
 
 
 def test_views_share_parameters(make_case):

@@ -1,6 +1,7 @@
 """The two ways to move a system: agreement, statuses, costs, labels, refusals."""
 
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -314,6 +315,39 @@ def test_save_and_load_round_trip(system, x0, tmp_path):
     solution.save(path, states=False)  # replaces what is there
     assert "x" not in ed.load(path)
     assert [p.name for p in tmp_path.iterdir()] == ["run.zarr"]  # nothing half-written is left
+
+
+def test_a_damaged_store_is_refused(system, x0, tmp_path):
+    path = tmp_path / "run.zarr"
+    ed.descend(system, x0, steps=3).save(path)
+    chunk = next(p for p in (path / "x" / "c").rglob("*") if p.is_file())
+    data = chunk.read_bytes()
+    chunk.unlink()  # zarr alone would read NaN
+    with pytest.raises(ValueError, match=r"path: expected a complete zarr store.*chunks of x"):
+        ed.load(path)
+    chunk.write_bytes(data[: len(data) // 2])
+    with pytest.raises(ValueError, match="path: expected a complete zarr store"):
+        ed.load(path)
+    chunk.write_bytes(data)
+    ed.load(path)
+    (path / "zarr.json").write_text("{")
+    with pytest.raises(ValueError, match="path: expected a complete zarr store"):
+        ed.load(path)
+
+
+def test_a_solve_error_travels_between_processes():
+    x0 = torch.full((2, 2, 8), 1.0, dtype=torch.float64)
+    with pytest.raises(ed.SolveError) as caught:
+        ed.descend(broken(Falling), x0, step=0.7, steps=8)
+    back = pickle.loads(pickle.dumps(caught.value))
+    assert str(back) == str(caught.value)
+    assert torch.equal(back.solution.x, caught.value.solution.x)
+
+
+@pytest.mark.filterwarnings("error")
+def test_default_solves_do_not_warn(system, x0):
+    for method, step in (("dopri5", None), ("rk4", 0.1), ("batched_dopri5", None)):
+        ed.solve(system, x0, [0.0, 0.5], method, step=step)
 
 
 def test_load_and_save_refuse_what_is_not_theirs(tmp_path):

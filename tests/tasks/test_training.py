@@ -83,11 +83,16 @@ def test_a_budget_chooses_the_iterations_and_says_so(images, tmp_path):
 
 def test_a_run_is_never_overwritten_or_mixed(images, tmp_path):
     run(tmp_path, images)
-    with pytest.raises(ValueError, match="folder: expected a folder without a run, or resume"):
+    with pytest.raises(ValueError, match="folder: expected none, or resume"):
         run(tmp_path, images)
     other = TrainConfig(iterations=12, batch=8, evaluate_every=4, validation=20, lr=1e-4)
-    with pytest.raises(ValueError, match="config: expected that of the run"):
+    with pytest.raises(ValueError, match="resume: recipe: expected that of the run"):
         run(tmp_path, images, other, resume=True)
+    wider = build_model(ModelConfig(dim=8, heads=2, head_dim=8, memories=32, steps=4), images, 0)
+    with pytest.raises(ValueError, match="resume: model: expected that of the run"):
+        train(wider, images, RECIPE, tmp_path, resume=True, progress=False)
+    with pytest.raises(ValueError, match="folder: expected a run to resume in it"):
+        run(tmp_path / "nothing", images, resume=True)
     few = from_array(torch.rand(20, 1, 8, 8), held_out=5)
     with pytest.raises(ValueError, match="validation: expected fewer than 15"):
         run(tmp_path / "few", few)
@@ -130,6 +135,14 @@ def test_models_come_back_exactly(saved, images):
     assert ed.load_model(path.with_suffix(".safetensors")).pixel_mean.dtype == torch.float64
 
 
+def test_names_with_dots_are_names(saved, tmp_path):
+    model, _ = saved
+    for name in ("m.v2", "m.v3"):
+        ed.save_model(model, tmp_path / name)
+    assert {"m.v2.json", "m.v3.safetensors"} <= {p.name for p in tmp_path.iterdir()}
+    assert ed.load_model(tmp_path / "m.v2").config == model.config
+
+
 def damage(path, change):
     data = path.read_bytes()
     path.write_bytes(change(data))
@@ -143,6 +156,12 @@ def damage(path, change):
         (lambda p: damage(p.with_suffix(".safetensors"), lambda d: d[:-10]), "checksum"),
         (lambda p: damage(p.with_suffix(".json"), lambda d: d[:-10]), "path: expected a JSON file"),
         (lambda p: damage(p.with_suffix(".json"), lambda d: b"{}"), "fields model and sha256"),
+        (
+            lambda p: damage(
+                p.with_suffix(".json"), lambda d: d.replace(b'"dim": 16', b'"dim": 8')
+            ),
+            "path: expected a model and its configuration",
+        ),
     ],
 )
 def test_broken_models_are_named(saved, break_it, message):

@@ -83,9 +83,7 @@ def test_configuration_is_checked(changes, message):
 
 
 def test_the_trained_step_must_be_among_the_steps():
-    with pytest.raises(
-        ValueError, match="steps_per_horizon: .*the model's own 12"
-    ):
+    with pytest.raises(ValueError, match=r"steps_per_horizon: .*the model's own 12"):
         main(Config(steps_per_horizon=(5, 2)))
 
 

@@ -3,6 +3,8 @@
 from etdyn.energies import Attention, Energy, EnergySum, Hopfield
 from etdyn.lagrangians import Lagrangian, LayerNorm
 from etdyn.solve import (
+    Equilibrium,
+    EquilibriumError,
     Failure,
     GradientError,
     Method,
@@ -13,6 +15,7 @@ from etdyn.solve import (
     Stop,
     available_methods,
     descend,
+    find_equilibrium,
     implicit,
     solve,
 )
@@ -25,6 +28,8 @@ __all__ = [
     "Energy",
     "EnergySum",
     "EnergyTransformer",
+    "Equilibrium",
+    "EquilibriumError",
     "Failure",
     "GradientError",
     "Hopfield",
@@ -40,6 +45,7 @@ __all__ = [
     "System",
     "available_methods",
     "descend",
+    "find_equilibrium",
     "implicit",
     "load",
     "load_model",

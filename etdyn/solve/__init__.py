@@ -1,6 +1,7 @@
 """Moving a System: the discrete model, the flow, and what they return."""
 
 from etdyn.solve.discrete import descend, iterate
+from etdyn.solve.equilibrium import Equilibrium, EquilibriumError, find_equilibrium
 from etdyn.solve.flow import solve
 from etdyn.solve.implicit_gradient import ImplicitReport, implicit
 from etdyn.solve.interpolate import Interpolant
@@ -19,6 +20,8 @@ from etdyn.solve.stopping import Stop
 
 __all__ = [
     "BacksolveReport",
+    "Equilibrium",
+    "EquilibriumError",
     "Failure",
     "GradientError",
     "ImplicitReport",
@@ -31,6 +34,7 @@ __all__ = [
     "Stop",
     "available_methods",
     "descend",
+    "find_equilibrium",
     "implicit",
     "iterate",
     "named_observables",

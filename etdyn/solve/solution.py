@@ -38,6 +38,7 @@ class Status(IntEnum):
     INTERRUPTED = 4  # healthy, ended by another sample of its batch
     EQUILIBRIUM = 5  # the stop was met
     MAX_TIME = 6  # the last time was reached, the stop was not
+    CONVERGED = 7  # an equilibrium solver met its tolerance
 
 
 _MEANINGS = " ".join(s.name for s in Status)

@@ -163,7 +163,8 @@ def test_sphere_activation_lies_on_the_sphere_and_moves_with_the_tangent_force(
     close(radius, (lagrangian.gamma * lagrangian.dim**0.5).expand_as(radius), 1e-13)
     close(system.activation(7.0 * x + 3.0), g, 1e-12)
     start = system.prepare(x)
-    close(start.mean(-1), torch.zeros_like(radius), 1e-15, scale=1)
+    rounding = x.abs().amax(-1) / x.std(-1)  # of the mean that was taken off
+    close(start.mean(-1), torch.zeros_like(radius), 1e-15, scale=4 * rounding)
     close(start.square().mean(-1), torch.ones_like(radius), 1e-14)
     moved = torch.func.jvp(system.activation, (x,), (system.velocity(0.0, x),))[1]
     force = system.force(x)

@@ -126,4 +126,4 @@ def test_gamma_is_stored_to_rounding():
     for gamma in (1e-6, 0.1, 1.0, 30.0, 1e4):
         lagrangian = LayerNorm(4).double()
         lagrangian.set_gamma(gamma)
-        assert float(lagrangian.gamma) == pytest.approx(gamma, rel=1e-14)
+        assert lagrangian.gamma.item() == pytest.approx(gamma, rel=1e-14)

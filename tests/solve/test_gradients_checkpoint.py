@@ -250,7 +250,8 @@ def bytes_held(run, system, x0):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = run(system, x0).square().sum()
-    held = sum(saved.values()) - sum(p.untyped_storage().nbytes() for p in system.parameters())
+    parameters = {p.untyped_storage()._cdata for p in system.parameters()}
+    held = sum(size for storage, size in saved.items() if storage not in parameters)
     with Live() as live:
         loss.backward()
     return held, held + live.peak

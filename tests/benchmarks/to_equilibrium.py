@@ -1,0 +1,121 @@
+"""Evaluations and time to a residual of 1e-8, for every way to an equilibrium.
+
+    python -m tests.benchmarks.to_equilibrium
+
+Prints the table of etdyn/solve/GUIDE.md. Times are medians of three runs, relative to the
+self-consistency map in the same process; evaluations are medians over samples.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import etdyn as ed
+from etdyn.datasets import digits
+from etdyn.report import format_table
+from etdyn.tasks import evaluation_masks
+
+TOL = 1e-8
+REPEATS = 3
+LIMIT = 20_000
+
+Way = Callable[[ed.System, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+def random_system() -> tuple[ed.System, torch.Tensor]:
+    """Four samples of 12 tokens in 32 dimensions."""
+    torch.manual_seed(0)
+    system = ed.EnergyTransformer(32, 4, 8, 128).double()
+    return system, torch.randn(4, 12, 32, dtype=torch.float64)
+
+
+def trained_system() -> tuple[ed.System, torch.Tensor]:
+    """Four half-masked held-out digits."""
+    model = ed.load_model(Path(__file__).parents[2] / "data" / "digits").double()
+    images = digits().test[:4].double()
+    return model.system, model.tokens(images, evaluation_masks(4, model.patches))
+
+
+def equilibrium(dynamics: str, method: str) -> Way:
+    """By `find_equilibrium`."""
+
+    def run(system, x0):
+        found = ed.find_equilibrium(
+            system.with_dynamics(dynamics), x0, method, tol=TOL, max_evaluations=LIMIT
+        )
+        return found.residual, found.evaluations, found.energy
+
+    return run
+
+
+def trajectory(dynamics: str, method: str, end: float = 1e6, step: float | None = None) -> Way:
+    """By `solve`, stopped where every sample has arrived."""
+
+    def run(system, x0):
+        moving = system.with_dynamics(dynamics)
+        chosen = ed.Method(method, step, rtol=1e-9, atol=1e-11)
+        found = ed.solve(
+            moving, x0, [0.0, end], chosen, stop=ed.Stop(TOL), gradient=None, throw=False,
+            max_steps=LIMIT // (1 if step else 6),
+        )  # fmt: skip
+        cost = torch.as_tensor(found.stats.evaluations)
+        return moving.residual(found.x_end), cost, moving.interaction_energy(found.x_end)
+
+    return run
+
+
+WAYS: dict[str, Way] = {
+    "self-consistency map": equilibrium("leaky", "map"),
+    "safeguarded Anderson (default)": equilibrium("leaky", "anderson"),
+    "Newton-Krylov": equilibrium("leaky", "newton-krylov"),
+    "leaky flow, dopri5": trajectory("leaky", "dopri5"),
+    "leaky flow, batched_dopri5": trajectory("leaky", "batched_dopri5"),
+    "leaky flow, batched_tsit5": trajectory("leaky", "batched_tsit5"),
+    "sphere: map": equilibrium("sphere", "map"),
+    "sphere: Anderson": equilibrium("sphere", "anderson"),
+    "sphere flow, dopri5": trajectory("sphere", "dopri5"),
+    "published flow, dopri5": trajectory("et", "dopri5"),
+}
+
+
+@torch.no_grad()
+def measure(way: Way, system: ed.System, x0: torch.Tensor) -> tuple[float, str, str, str]:
+    """Seconds, evaluations, residual and energy."""
+    times = []
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        residual, evaluations, energy = way(system, x0)
+        times.append(time.perf_counter() - began)
+    worst = float(residual.max())
+    cost = f"{float(evaluations.double().median()):.0f}"
+    reached = worst <= TOL
+    return (
+        statistics.median(times),
+        cost if reached else f"> {cost}",
+        f"{worst:.0e}",
+        f"{float(energy.mean()):.4f}",
+    )
+
+
+def main() -> None:
+    """Print one table a system."""
+    torch.set_num_threads(1)
+    for name, make in (("random", random_system), ("trained", trained_system)):
+        with torch.no_grad():
+            system, x0 = make()
+        rows, unit = [], 0.0
+        for label, way in WAYS.items():
+            seconds, cost, residual, energy = measure(way, system, x0)
+            unit = unit or seconds
+            rows.append((label, cost, f"{seconds / unit:.1f}", residual, energy))
+        header = (f"{name} system", "evaluations", "time / map", "worst residual", "mean energy")
+        print(format_table(header, rows) + "\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,8 @@
 """Moving a System: the discrete model, the flow, and what they return."""
 
-from etdyn.solve.discrete import descend, iterate
+from etdyn.solve.discrete import descend
 from etdyn.solve.equilibrium import Equilibrium, EquilibriumError, find_equilibrium
+from etdyn.solve.euler import iterate
 from etdyn.solve.flow import solve
 from etdyn.solve.implicit_gradient import ImplicitReport, implicit
 from etdyn.solve.interpolate import Interpolant

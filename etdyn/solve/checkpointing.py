@@ -22,7 +22,7 @@ from torchdiffeq._impl.rk_common import RKAdaptiveStepsizeODESolver, _runge_kutt
 from torchdiffeq._impl.solvers import FixedGridODESolver
 
 from etdyn.checks import bad
-from etdyn.solve.discrete import iterate
+from etdyn.solve.euler import iterate
 from etdyn.solve.methods import Method
 from etdyn.solve.solution import GradientError
 from etdyn.systems import System

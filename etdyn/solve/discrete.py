@@ -3,39 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from etdyn.checks import check_count, check_finite, check_positive
+from etdyn.checks import check_choice, check_count, check_finite, check_positive
+from etdyn.solve.checkpointing import checkpointed_iterate
+from etdyn.solve.euler import iterate
 from etdyn.solve.solution import Failure, Solution, SolveError, Stats, Status, describe_system
 from etdyn.systems import System
 
-__all__ = ["descend", "iterate"]
-
-
-def iterate(
-    system: System,
-    x: Tensor,
-    step: float,
-    steps: int,
-    *,
-    noise: float = 0.0,
-    generator: torch.Generator | None = None,
-) -> Iterator[Tensor]:
-    """Yield the `steps` states after x of x <- x + step v(x) + sqrt(step) noise N(0, 1).
-
-    One evaluation a step. Under the sphere dynamics every state is renormalised.
-    """
-    for _ in range(steps):
-        x = x + step * system.velocity(0.0, x)
-        if noise:
-            kick = torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
-            x = x + step**0.5 * noise * system.keep(kick)
-        if system.dynamics == "sphere":
-            x = system.prepare(x)
-        yield x
+__all__ = ["descend"]
 
 
 def descend(
@@ -46,6 +24,7 @@ def descend(
     *,
     noise: float = 0.0,
     generator: torch.Generator | None = None,
+    gradient: str | None = "direct",
     throw: bool = True,
 ) -> Solution:
     """Run the published discrete model: explicit Euler on the dynamics of the system.
@@ -62,10 +41,12 @@ def descend(
         steps: T >= 0.
         noise: standard deviation s >= 0 (0.02 as published).
         generator: of the noise.
+        gradient: "direct"; "checkpoint", which keeps the states but not what lies between them
+            and runs again for it; or None, which keeps no graph.
         throw: raise `SolveError` where a sample becomes NaN or infinite.
 
     Returns:
-        Solution with steps + 1 states at times k * step. Differentiable.
+        Solution with steps + 1 states at times k * step. Differentiable by any of the gradients.
 
     Raises:
         ValueError, TypeError: wrong input, naming the argument.
@@ -76,12 +57,16 @@ def descend(
     check_positive("step", step)
     check_count("steps", steps, least=0)
     check_positive("noise", noise, zero=True)
+    if gradient is not None:
+        check_choice("gradient", gradient, ("direct", "checkpoint"))
     system.check(x0, "x0")
     check_finite("x0", x0)
     step, steps, noise = float(step), int(steps), float(noise)
     began = time.perf_counter()
-    states = [system.prepare(x0)]
-    states += iterate(system, states[0], step, steps, noise=noise, generator=generator)
+    move = checkpointed_iterate if gradient == "checkpoint" else iterate
+    with torch.set_grad_enabled(torch.is_grad_enabled() and gradient is not None):
+        states = [system.prepare(x0)]
+        states += move(system, states[0], step, steps, noise=noise, generator=generator)
     x = torch.stack(states)
     solution = Solution(
         t=torch.arange(steps + 1, dtype=torch.float64) * step,

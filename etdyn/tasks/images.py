@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from etdyn.checks import bad, check_count, check_finite, check_positive, check_tensor
-from etdyn.solve.discrete import iterate
+from etdyn.solve.euler import iterate
 from etdyn.systems import EnergyTransformer, System
 
 __all__ = ["ImageCompletion", "draw_masks", "masked_error", "patchify", "psnr", "unpatchify"]

@@ -13,8 +13,8 @@ from torchdiffeq import odeint
 import etdyn as ed
 from etdyn.solve.backsolve import GradientError
 from etdyn.solve.checkpointing import StepLog, checkpointed_iterate, replay
-from etdyn.solve.discrete import iterate
 from etdyn.solve.engine import grid, solver_options
+from etdyn.solve.euler import iterate
 
 KINDS = tuple(itertools.product(("relu", "power", "softmax"), (False, True)))
 ADAPTIVE = ("adaptive_heun", "bosh3", "dopri5", "dopri8", "fehlberg2")

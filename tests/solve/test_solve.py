@@ -177,6 +177,19 @@ def test_an_implicit_corrector_that_gives_up_is_counted_and_not_a_warning(system
     assert fine.stats.unconverged == 0
 
 
+def test_the_discrete_model_has_the_same_gradient_by_checkpoints(system, x0):
+    grads = []
+    for gradient in ("direct", "checkpoint"):
+        generator = torch.Generator().manual_seed(0)
+        found = ed.descend(system, x0, 0.1, 30, noise=0.02, generator=generator, gradient=gradient)
+        (grad,) = torch.autograd.grad(found.x[-1].square().sum(), system.hopfield.memories)
+        grads.append(grad)
+    assert float((grads[0] - grads[1]).abs().max()) <= 1e-12 * float(grads[0].abs().max())
+    assert not ed.descend(system, x0, gradient=None).x.requires_grad
+    with pytest.raises(ValueError, match="gradient: expected one of 'direct', 'checkpoint'"):
+        ed.descend(system, x0, gradient="backsolve")
+
+
 def test_no_gradient_keeps_no_graph(system, x0):
     assert not ed.solve(system, x0, [0, 1.0], gradient=None).x.requires_grad
     assert ed.solve(system, x0, [0, 1.0]).x.requires_grad

@@ -27,6 +27,10 @@ class Dynamics(ABC):
         """Bring a start, or the result of a discrete step, onto the state space."""
         return x
 
+    def target(self, lagrangian: LayerNorm, x: Tensor, force: Tensor) -> Tensor:
+        """Where the self-consistency map sends x: the force."""
+        return force
+
     def neuron_energy(self, lagrangian: LayerNorm, x: Tensor) -> Tensor | None:
         """What the Lyapunov function has beyond E(g), `(batch, token)`; None: nothing."""
         return None
@@ -119,6 +123,10 @@ class Sphere(Dynamics):
     def prepare(self, lagrangian: LayerNorm, x: Tensor) -> Tensor:
         """x at mean 0 and standard deviation 1; a constant token raises `ValueError`."""
         return lagrangian.normalise(x)
+
+    def target(self, lagrangian: LayerNorm, x: Tensor, force: Tensor) -> Tensor:
+        """The direction of the force; a token that no force turns stays."""
+        return lagrangian.normalise(torch.where(lagrangian.flat(force), x, force))
 
     def clock_rate(self, lagrangian: LayerNorm, x: Tensor) -> Tensor:
         """One."""

@@ -137,19 +137,23 @@ class LayerNorm(Lagrangian):
         along = (y * v).sum(-1, keepdim=True) / y.square().sum(-1, keepdim=True).clamp(min=tiny)
         return self.centre(v) - along * y
 
+    def flat(self, x: Tensor) -> Tensor:
+        """Whether a token is constant and so has no direction, bool `(..., token, 1)`."""
+        std = self.centre(x).square().mean(-1, keepdim=True).sqrt()
+        # the mean of D equal numbers is off by a few roundings
+        return std <= 4 * torch.finfo(x.dtype).eps * x.abs().amax(-1, keepdim=True)
+
     def normalise(self, x: Tensor) -> Tensor:
         """x brought to mean 0 and standard deviation 1 per token, without eps.
 
         Raises:
             ValueError: a token has zero variance and so no direction.
         """
-        y = self.centre(x)
-        std = y.square().mean(-1, keepdim=True).sqrt()
-        # the mean of D equal numbers is off by a few roundings
-        flat = std <= 4 * torch.finfo(x.dtype).eps * x.abs().amax(-1, keepdim=True)
+        flat = self.flat(x)
         if bool(flat.any()):
             raise bad("x", "tokens of nonzero variance", f"{int(flat.sum())} constant token(s)")
-        return y / std
+        y = self.centre(x)
+        return y / y.square().mean(-1, keepdim=True).sqrt()
 
     def extra_repr(self) -> str:
         """What `print` shows."""

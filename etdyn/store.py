@@ -56,11 +56,17 @@ def save(data: xr.Dataset | xr.DataTree, path: str | os.PathLike[str]) -> None:
     The store appears under its name only when it is complete.
 
     Raises:
-        ValueError: something that is not a zarr store stands at `path`.
+        ValueError: something that is not a result of etdyn stands at `path`, or `data` is none.
+        TypeError: `data` is not an xarray object.
     """
     path = Path(path)
-    if path.exists() and not (path / "zarr.json").exists():
-        raise bad("path", "a new name or an existing zarr store", path)
+    if path.exists() and not _is_ours(path):
+        raise bad("path", "a new name or a result of etdyn to replace", path)
+    if not isinstance(data, xr.Dataset | xr.DataTree):
+        got = type(data).__name__
+        raise TypeError(f"data: expected a Dataset or a DataTree (to_xarray makes one), got {got}")
+    if "etdyn_schema" not in data.attrs:
+        raise bad("data", "a result with the attribute etdyn_schema (see provenance)", "none")
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as parent:
         fresh, old = Path(parent) / "new", Path(parent) / "old"
@@ -105,6 +111,14 @@ def write_atomically(path: str | os.PathLike[str], content: bytes | str) -> None
         except BaseException:
             os.unlink(f.name)
             raise
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        attributes = json.loads((path / "zarr.json").read_text()).get("attributes", {})
+    except (OSError, ValueError):
+        return False
+    return "etdyn_schema" in attributes
 
 
 def _check_chunks(group: zarr.Group) -> None:

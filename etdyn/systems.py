@@ -226,7 +226,11 @@ class System(nn.Module):
     def dissipation(self, x: Tensor) -> Tensor:
         """Exact -d(energy)/dt along the flow, `(batch,)`, never negative."""
         x = self._stand_in(x)
-        return self._law.dissipation(self.lagrangian, x, self._moving_force(x))
+        force = self.force(x)
+        if self._tokens is not None and self.dynamics == "leaky":
+            # leaky motion leaves absent tokens alone: with this force their velocity is zero
+            force = torch.where(self._tokens.unsqueeze(-1), force, x)
+        return self._law.dissipation(self.lagrangian, x, force)
 
     def residual(self, x: Tensor) -> Tensor:
         """|P grad_g E|, `(batch,)`: Frobenius norm over tokens and features.
@@ -239,8 +243,16 @@ class System(nn.Module):
         return tangent.square().sum((1, 2)).sqrt()
 
     def map(self, x: Tensor, damping: float = 1.0) -> Tensor:
-        """(1 - damping) x + damping force(x); its fixed points are the equilibria."""
-        return self._prepare(torch.lerp(x, self._target(x), damping))
+        """(1 - damping) x + damping force(x); its fixed points are the equilibria.
+
+        On the sphere both are normalised before they are mixed, and the result again; a token
+        that no force turns stays.
+        """
+        x = self._prepare(x)
+        here = self._stand_in(x)
+        target = self._law.target(self.lagrangian, here, self.force(x))
+        moved = self._law.prepare(self.lagrangian, torch.lerp(here, target, damping))
+        return moved if self._tokens is None else torch.where(self._tokens.unsqueeze(-1), moved, x)
 
     def clock_rate(self, x: Tensor) -> Tensor:
         """dtau/dt of every token, `(batch, token)`: how fast the intrinsic clock runs."""
@@ -255,18 +267,6 @@ class System(nn.Module):
         self.check(x0, "x0")
         self.check(x1, "x1")
         return self._law.elapsed_clock(self.lagrangian, x0, x1, dt)
-
-    def _target(self, x: Tensor) -> Tensor:
-        force = self.force(x)
-        if self._tokens is None:
-            return force
-        return torch.where(self._tokens.unsqueeze(-1), force, x)
-
-    def _moving_force(self, x: Tensor) -> Tensor:
-        # Leaky motion leaves absent tokens alone: with this force their velocity is zero.
-        if self._tokens is None or self.dynamics != "leaky":
-            return self.force(x)
-        return self._target(x)
 
 
 class EnergyTransformer(System):

@@ -31,6 +31,7 @@ from etdyn.report import format_table
 from etdyn.solve import Interpolant, iterate
 from etdyn.systems import System
 from etdyn.tasks import (
+    DRAWS,
     ImageCompletion,
     TrainCommand,
     completion_error,
@@ -157,7 +158,7 @@ def score(model: ImageCompletion, data: ImageSet) -> dict[str, float]:
     """Errors of the model and of the baselines on all held-out images, half the patches hidden."""
     target, train = (model.normalised_patches(x) for x in (data.test, data.train))
     mean, gauss = [], []
-    for seed in range(4):  # the masks of completion_error
+    for seed in range(DRAWS):  # the masks of completion_error
         mask = evaluation_masks(len(target), model.patches, seed)
         mean.append(masked_error(mean_completion(train, target), target, mask).mean())
         filled = gaussian_completion(train, target, mask)

@@ -69,6 +69,8 @@ class Field(nn.Module):
 
     last: tuple[Tensor, Tensor]
     """The latest accepted time and state."""
+    arrived: Tensor
+    """Which samples meet the stop there."""
 
     def forward(self, t: Tensor, x: Tensor) -> Tensor:
         """The velocity."""
@@ -100,6 +102,7 @@ class Field(nn.Module):
         with torch.no_grad():
             arrived = self.stop.arrived(self.system, x)
         self.stats.evaluations += 1
+        self.arrived = arrived
         if self.stop.met(arrived):
             samples = tuple(arrived.nonzero().flatten().tolist())
             raise Ended(Status.EQUILIBRIUM, f"{self.stop} is met", samples)
@@ -185,19 +188,36 @@ def _fixed_steps(
     end = next(ends)
     for t0, t1 in itertools.pairwise(steps):
         func.callback_step(t0, x, t1 - t0)
-        with warnings.catch_warnings(record=True) as caught:  # an Adams corrector that gave up
-            warnings.simplefilter("always")
+        if method.multistep:
+            change = _adams_change(field, solver, func, (t0, t1), x)
+        else:
             change, _ = solver._step_func(func, t0, t1 - t0, t1, x)
-        field.stats.unconverged += len(caught)
         x = x + change
         if t1 == end:
             yield x
             end = next(ends, end)
 
 
+def _adams_change(
+    field: Field, solver: Any, func: Any, span: tuple[Tensor, Tensor], x: Tensor
+) -> Tensor:
+    """One Adams step, whose corrector says by a warning that it gave up."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        t0, t1 = span
+        change: Tensor = solver._step_func(func, t0, t1 - t0, t1, x)[0]
+    for other in caught:
+        if "did not converge" in str(other.message):
+            field.stats.unconverged += 1
+        else:
+            warnings.warn_explicit(other.message, other.category, other.filename, other.lineno)
+    return change
+
+
 def _scipy_states(field: Field, solver: Any, times: Tensor) -> Iterator[Tensor]:
-    with warnings.catch_warnings():  # that a method of scipy's has no use for min_step
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings():
+        # torchdiffeq passes min_step to every method of scipy's
+        warnings.filterwarnings("ignore", message="The following arguments have no effect")
         found = solver.integrate(times)
     for t, x in zip(times[1:], found[1:], strict=False):
         field.reach(t, x)

@@ -298,7 +298,6 @@ class _Search:
                 rtol=10.0**exponent, atol=10.0**exponent, gradient=None, max_steps=count,
                 throw=False,
             )  # fmt: skip
-            assert flow.x_end is not None
             x[rows], status[rows] = flow.x_end, flow.status.to(x.device)
             spent = torch.as_tensor(flow.stats.evaluations, device=x.device)
             self.evaluations[self.rows[rows]] += spent

@@ -88,8 +88,8 @@ def implicit(
     eps = _check(system, x, tol, rtol, max_products)
     report = report if report is not None else ImplicitReport()
     here = x.detach()
-    force = _present(system, system.force(here))
-    target = _present(system, here)
+    force = system.keep(system.force(here))
+    target = system.keep(here)
     size = _norm(force.detach()).clamp(min=torch.finfo(x.dtype).tiny)
     report.equilibrium = _norm(force.detach() - target) / size
     limit = eps**0.5 if tol is None else tol
@@ -118,11 +118,6 @@ def _check(
             check_positive(name, value)
     check_count("max_products", max_products)
     return torch.finfo(x.dtype).eps
-
-
-def _present(system: System, x: Tensor) -> Tensor:
-    """x with zeros where a token is absent."""
-    return x if system._tokens is None else x.masked_fill(~system._tokens.unsqueeze(-1), 0.0)
 
 
 class _AtEquilibrium(torch.autograd.Function):
@@ -154,12 +149,12 @@ class _Solver:
     @torch.no_grad()
     def solve(self, x: Tensor, w: Tensor) -> Tensor:
         """Lambda, or `GradientError`."""
-        system, w = self.system, _present(self.system, w)
+        system, w = self.system, self.system.keep(w)
         x = system._stand_in(x)
         g = system.activation(x)
 
         def metric(v: Tensor) -> Tensor:
-            return _present(system, system.lagrangian.metric(x, v))
+            return system.keep(system.lagrangian.metric(x, v))
 
         def hessian(u: Tensor) -> Tensor:
             return system.interaction.hvp(g, u)

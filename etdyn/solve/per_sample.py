@@ -51,7 +51,7 @@ class PerSample:
         stats = Stats(result.evaluations.cpu(), 0, result.accepted.cpu(), result.rejected.cpu())
         return Solution(
             times.cpu(), x, status.to(torch.int8), stats, self.system, failure=_failure(result),
-            saved=saved, t_end=result.t_end.cpu(), x_end=result.x_end,
+            saved=saved, ends=(result.t_end.cpu(), result.x_end),
         )  # fmt: skip
 
     def _velocity(self, t: Tensor, x: Tensor, index: Tensor) -> Tensor:

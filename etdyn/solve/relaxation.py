@@ -13,6 +13,7 @@ eta < 2 / kappa_max (ET-F23).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self, runtime_checkable
 
@@ -219,7 +220,7 @@ class Relaxation:
         self.eta = torch.where(longer, grown, torch.where(short, self.eta / 2, self.eta))
 
 
-class Accelerated(Relaxation):
+class Accelerated(Relaxation, ABC):
     """The map until it settles near a minimum, then leaps, taken back where they do not descend.
 
     A sample has settled when g changes by less than `SETTLED` in a step and the last step saw
@@ -254,9 +255,9 @@ class Accelerated(Relaxation):
         """Which samples may leap, `(batch,)`."""
         return self.settled
 
+    @abstractmethod
     def leap(self, point: Point, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The proposals z of these samples, and what they cost."""
-        raise NotImplementedError
 
     def learn(self, old: Point, new: Point, worse: Tensor) -> None:
         """Decide who has settled."""

@@ -126,13 +126,12 @@ class Solution:
         x: `(time, batch, token, feature)`, the states at `t`; only the last one,
             `(1, batch, token, feature)`, where observables were saved instead.
         saved: observables by name, `(time, ...)`, where they were asked for.
-        t_end, x_end: float64 `(batch,)` and `(batch, token, feature)`, every sample's last time
-            and state; of a batched method's, each its own.
         status: int8 `(batch,)`, values of `Status`.
         stats: what it cost.
         system: what moved; the observables of `to_xarray` come from it.
         config: method, system and arguments, as JSON can hold them.
         failure: where and why, when it ended early.
+        ends: `t_end` and `x_end` where samples end each at its own time (batched methods).
     """
 
     t: Tensor
@@ -143,13 +142,17 @@ class Solution:
     config: dict[str, Any] = field(default_factory=dict)
     failure: Failure | None = None
     saved: dict[str, Tensor] = field(default_factory=dict)
-    t_end: Tensor = None  # type: ignore[assignment]  # filled below
-    x_end: Tensor = None  # type: ignore[assignment]
+    ends: tuple[Tensor, Tensor] | None = None
 
-    def __post_init__(self) -> None:
-        if self.t_end is None:
-            self.t_end = self.t[-1].expand(len(self.status))
-            self.x_end = self.x[-1]
+    @property
+    def t_end(self) -> Tensor:
+        """Every sample's last time, float64 `(batch,)`."""
+        return self.t[-1].expand(len(self.status)) if self.ends is None else self.ends[0]
+
+    @property
+    def x_end(self) -> Tensor:
+        """Every sample's last state, `(batch, token, feature)`."""
+        return self.x[-1] if self.ends is None else self.ends[1]
 
     @torch.no_grad()
     def to_xarray(self, states: bool = True, relative: bool = False) -> xr.Dataset:

@@ -37,8 +37,10 @@ def solve_together(
         hang = _checkpoint if gradient == "checkpoint" else _backsolve
         x, reached, end = hang(field, recorder, x0, times, method)
         saved = {}
-    done = Status.FINISHED if field.stop is None else Status.MAX_TIME
-    status = torch.full((len(x0),), done, dtype=torch.int8)
+    status = torch.full((len(x0),), Status.FINISHED, dtype=torch.int8)
+    if field.stop is not None and end is None:
+        status = torch.where(field.arrived.cpu(), int(Status.EQUILIBRIUM), int(Status.MAX_TIME))
+        status = status.to(torch.int8)
     solution = Solution(reached.cpu(), x, status, field.stats, field.system, saved=saved)
     if end is not None:
         _mark(solution, end, field)
@@ -68,6 +70,8 @@ def _run(
         if bool(t > reached[-1]):
             recorder.add(x)
             reached = torch.cat([reached, t.reshape(1)])
+        del evaluations[len(reached) :]
+        evaluations += [int(field.stats.evaluations)] * (len(reached) - len(evaluations))
         return reached, end
     return times, None
 

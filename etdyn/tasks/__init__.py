@@ -16,9 +16,10 @@ from etdyn.tasks.images import (
     unpatchify,
 )
 from etdyn.tasks.recipes import ModelConfig, TrainCommand, build_model, parse_duration
-from etdyn.tasks.training import TrainConfig, completion_error, evaluation_masks, train
+from etdyn.tasks.training import DRAWS, TrainConfig, completion_error, evaluation_masks, train
 
 __all__ = [
+    "DRAWS",
     "ImageCompletion",
     "ModelConfig",
     "TrainCommand",

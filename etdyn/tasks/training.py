@@ -22,7 +22,9 @@ from etdyn.datasets import ImageSet
 from etdyn.tasks.checkpoints import load_tensors, save_model, save_tensors
 from etdyn.tasks.images import ImageCompletion, draw_masks, masked_error
 
-__all__ = ["TrainConfig", "completion_error", "evaluation_masks", "train"]
+DRAWS = 4  # of masks, with seeds 0, 1, ..., by which held-out errors are measured
+
+__all__ = ["DRAWS", "TrainConfig", "completion_error", "evaluation_masks", "train"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def evaluation_masks(n: int, patches: int, seed: int = 0, hidden: float = 0.5) -
 
 
 @torch.no_grad()
-def completion_error(model: ImageCompletion, images: Tensor, draws: int = 4) -> float:
+def completion_error(model: ImageCompletion, images: Tensor, draws: int = DRAWS) -> float:
     """Mean squared error over masked patches, in units of the training pixels' variance.
 
     Half of the patches are hidden and scored, with masks of seeds 0 to draws - 1.

@@ -1,7 +1,10 @@
 """The two ways to move a system: agreement, statuses, costs, labels, refusals."""
 
+import itertools
 import json
+import math
 import pickle
+import warnings
 
 import numpy as np
 import pytest
@@ -177,6 +180,23 @@ def test_an_implicit_corrector_that_gives_up_is_counted_and_not_a_warning(system
     assert fine.stats.unconverged == 0
 
 
+class Talkative(ed.System):
+    """A velocity with a warning of its own."""
+
+    def velocity(self, t, x):
+        warnings.warn("from the user", stacklevel=2)
+        return -x
+
+
+def test_a_users_warning_is_neither_swallowed_nor_counted(x0):
+    for method in ("euler", "implicit_adams"):
+        with pytest.warns(UserWarning, match="from the user"):
+            found = ed.solve(broken(Talkative), x0, [0, 1.0], method, step=0.1, gradient=None)
+        assert found.stats.unconverged == 0
+    with pytest.warns(UserWarning, match="from the user"):
+        ed.solve(broken(Talkative), x0, [0, 1.0], "scipy_solver", gradient=None)
+
+
 def test_the_discrete_model_has_the_same_gradient_by_checkpoints(system, x0):
     grads = []
     for gradient in ("direct", "checkpoint"):
@@ -280,6 +300,8 @@ def test_the_step_limit_counts_the_whole_solve(system, x0, method):
     full = ed.solve(system, x0, times, method, step=step, rtol=1e-9, gradient=None)
     kept = len(solution.t) - 1
     assert kept > 1
+    assert len(solution.stats.at_save_times) == len(solution.t)
+    assert solution.stats.at_save_times[-1] == solution.stats.evaluations
     assert torch.equal(solution.x[:kept], full.x[:kept])
     with pytest.raises(ed.SolveError, match="MAX_STEPS"):
         ed.solve(system, x0, times, method, step=step, rtol=1e-9, max_steps=30, gradient=None)
@@ -292,6 +314,9 @@ def test_descend_ends_at_the_last_finite_state():
     assert [ed.Status(s).name for s in solution.status.tolist()] == ["NONFINITE", "INTERRUPTED"]
     assert solution.t.tolist() == [0.0, 1.0, 2.0, 3.0]
     assert bool(torch.isfinite(solution.x).all())
+    assert torch.equal(solution.x_end, solution.x[-1])
+    assert solution.t_end.tolist() == [3.0, 3.0]
+    assert float(solution.to_xarray()["t_end"][0]) == 3.0
 
 
 # --- labels and files ----------------------------------------------------------------------------
@@ -370,27 +395,34 @@ def test_load_and_save_refuse_what_is_not_theirs(tmp_path):
     with pytest.raises(ValueError, match="etdyn_schema"):
         ed.load(tmp_path / "foreign.zarr")
     (tmp_path / "note.txt").write_text("mine")
+    ours = xr.Dataset({"a": ("x", [1.0])}, attrs={"etdyn_schema": "test/1"})
+    with pytest.raises(ValueError, match="path: expected a new name or a result of etdyn"):
+        ed.save(ours, tmp_path / "foreign.zarr")
+    with pytest.raises(ValueError, match="data: expected a result with the attribute"):
+        ed.save(xr.Dataset(), tmp_path / "new.zarr")
+    with pytest.raises(TypeError, match="data: expected a Dataset or a DataTree"):
+        ed.save({"a": 1.0}, tmp_path / "new.zarr")
+    ed.save(ours, tmp_path / "new.zarr")
+    xr.testing.assert_identical(ed.load(tmp_path / "new.zarr"), ours)
     with pytest.raises(ValueError, match="path"):
-        ed.save(xr.Dataset(), tmp_path / "note.txt")
+        ed.save(ours, tmp_path / "note.txt")
     assert (tmp_path / "note.txt").read_text() == "mine"
 
 
 def test_interpolant_is_fourth_order_and_meets_the_saved_states(system, x0):
-    exact = ed.solve(system, x0, [0, 0.2345, 0.61], rtol=1e-12, atol=1e-12, gradient=None)
+    inside = [0.3 + 0.4 * k / 40 for k in range(41)]
+    tight = {"rtol": 1e-12, "atol": 1e-12, "gradient": None}
+    exact = ed.solve(system, x0, [0.0, *inside], **tight).x[1:]
     errors = []
-    for count in (11, 21):
-        times = torch.linspace(0, 1, count)
-        between = Interpolant(ed.solve(system, x0, times, rtol=1e-12, atol=1e-12, gradient=None))
+    for count in (11, 21, 41):
+        between = Interpolant(ed.solve(system, x0, torch.linspace(0, 1, count), **tight))
         assert torch.equal(between(0.0), x0)
-        each = between([0.2345, 0.2345, 0.61])
-        errors.append(
-            max(
-                float((each[:2] - exact.x[1, :2]).abs().max()),
-                float((each[2] - exact.x[2, 2]).abs().max()),
-            )
-        )
-    assert errors[1] < 5e-6
-    assert errors[0] / errors[1] > 6  # 16 at equal position within the interval
+        found = torch.stack([between(t) for t in inside])
+        errors.append(float((found - exact).abs().max()))
+        each = between([inside[3], inside[20], inside[31]])  # a time for every sample
+        assert torch.equal(each[1], between(inside[20])[1])
+    orders = [math.log2(a / b) for a, b in itertools.pairwise(errors)]
+    assert orders[-1] == pytest.approx(4, abs=0.2)
     with pytest.raises(ValueError, match="t: expected times in"):
         between(1.5)
 

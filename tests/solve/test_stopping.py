@@ -82,6 +82,10 @@ def test_what_does_not_arrive_in_time_says_so(system, x0):
     found = ed.solve(system, x0, [0, 0.5], stop=ed.Stop(1e-12), gradient=None)
     assert set(found.status.tolist()) == {ed.Status.MAX_TIME}
     assert found.t.tolist() == [0.0, 0.5]
+    mixed = torch.cat([equilibrium(system, x0)[:1], x0[1:]])
+    found = ed.solve(system, mixed, [0, 0.5], rtol=1e-9, stop=ed.Stop(1e-6), gradient=None)
+    names = [ed.Status(s).name for s in found.status.tolist()]
+    assert names == ["EQUILIBRIUM", "MAX_TIME", "MAX_TIME"]
 
 
 def test_activation_change_is_the_speed_of_g(system, x0):

@@ -1,0 +1,146 @@
+"""Explicit steps that never raise the energy, and the step size up to which that is a theorem."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from etdyn.checks import check_count, check_positive
+from etdyn.energies import Attention, Energy, Hopfield
+from etdyn.solve.steppers import Stepper, StepReport, move, settle
+from etdyn.systems import System
+
+__all__ = ["GuardedEuler", "curvature_bound", "descent_bound"]
+
+
+def curvature_bound(interaction: Energy, tokens: int) -> float:
+    """h+ >= the largest eigenvalue of the Hessian of E, wherever g is; infinite if not known.
+
+        h+ = 2 sum_h |key_h^T query_h|_2 sqrt(c),  c = tokens - 1, or tokens with self-attention
+
+    Memories are concave and add nothing. Source: ET-F21.
+    """
+    return sum(_curvature(term, tokens) for term in interaction.terms().values())
+
+
+@torch.no_grad()
+def _curvature(term: Energy, tokens: int) -> float:
+    if isinstance(term, Hopfield):
+        return 0.0
+    if not isinstance(term, Attention):
+        return math.inf
+    # |K^T Q|_2 from the small triangular factors of K^T and Q^T
+    key, query = (torch.linalg.qr(w.mT, mode="r").R for w in (term.key, term.query))
+    norms = torch.linalg.matrix_norm(key @ query.mT, 2)
+    return 2 * float(norms.sum()) * math.sqrt(tokens - (not term.self_attention))
+
+
+@torch.no_grad()
+def descent_bound(system: System, x: Tensor) -> Tensor:
+    """The Euler step up to which the energy provably does not rise, `(batch,)`. One evaluation.
+
+    With w = |v - mean(v)| / sqrt(D), so that sigma stays above sigma - h w along the step, and
+    the least over tokens of
+
+        et      h = sigma / (gamma h+/2 + w)                  infinite where h+ = 0
+        leaky   the smaller root of (1 - h)(sigma - h w) = h gamma h+/2;   1 where h+ = 0
+        sphere  h = 2 / (h+ + f_r / R), f_r the outward part of the force;  infinite if negative
+
+    Proof, with f = -grad E, dg = g+ - g: E+ - E <= -f.dg + h+ |dg|^2/2. et: f = dx/h, and
+    dx.dg >= (sigma_min/gamma) |dg|^2 as M <= gamma/sigma. leaky: f = x + dx/h, and
+    L*(g+) - L*(g) <= x+.dg by convexity, so V+ - V <= -(1/h - 1) dx.dg + h+ |dg|^2/2. sphere: a
+    token turns by theta with tan theta = h |Pf|/R, so -f.dg = R f_r (1 - cos) - R |Pf| sin and
+    |dg|^2 = 2 R^2 (1 - cos), where 1 - cos <= sin tan / 2. Where the curvature of the
+    interaction is not known (see `curvature_bound`), zero. Source: ET-F20.
+    """
+    system.check(x)
+    x = system._stand_in(x)
+    force = system.force(x)
+    return _bound(system, x, force, system._law.velocity(system.lagrangian, x, force))
+
+
+def _bound(system: System, x: Tensor, force: Tensor, v: Tensor) -> Tensor:
+    top = curvature_bound(system.interaction, x.shape[1])
+    if math.isinf(top):
+        return torch.zeros_like(x[:, 0, 0])
+    lagrangian = system.lagrangian
+    gamma, root = lagrangian.gamma, math.sqrt(lagrangian.dim)
+    if system.dynamics == "sphere":
+        y = lagrangian.centre(x)
+        outward = (y * force).sum(-1) / y.square().sum(-1).sqrt() / (gamma * root)
+        rate = (top + outward).amax(1)
+        return torch.where(rate > 0, 2 / rate, torch.inf)
+    sigma, w = lagrangian.sigma(x), lagrangian.centre(v).square().sum(-1).sqrt() / root
+    if system.dynamics == "et":
+        steps = sigma / (gamma * top / 2 + w) if top else torch.full_like(sigma, torch.inf)
+    else:
+        b = sigma + w + gamma * top / 2
+        steps = 2 * sigma / (b + (b * b - 4 * w * sigma).clamp(min=0).sqrt())
+        steps = steps if top else torch.ones_like(sigma)
+    return steps.amin(1)
+
+
+class GuardedEuler(Stepper):
+    """Euler whose step is halved, per sample, until the Lyapunov function does not rise. Order 1.
+
+    What may not rise is `system.energy`: E, or E + x.g - L for the leaky dynamics. A step is
+    halved down to `descent_bound`, where the descent is a theorem; an energy without such a bound
+    is searched below it too. Two evaluations, and one more for every halving.
+    Source: ET-F20; backtracking as in Armijo 1966.
+
+    Args:
+        slack: roundings of the energy that do not count as a rise.
+        halvings: after which a step fails.
+
+    Raises:
+        ValueError, TypeError: an argument out of range.
+    """
+
+    name = "guarded_euler"
+
+    def __init__(self, slack: float = 8.0, halvings: int = 60) -> None:
+        check_positive("slack", slack, zero=True)
+        check_count("halvings", halvings, least=0)
+        self.slack, self.halvings = float(slack), halvings
+
+    def step(self, system: System, x: Tensor, h: Tensor) -> StepReport:
+        """See `Stepper`. Differentiable, with the steps taken as constants."""
+        self.check(system, x, h)
+        start, x = x, system._stand_in(x)
+        energy, force = system.interaction.energy_and_force(system.activation(x), relative=True)
+        neuron = system._law.neuron_energy(system.lagrangian, x)
+        before = energy if neuron is None else energy + system.keep(neuron).sum(1)
+        v = system.keep(system._law.velocity(system.lagrangian, x, force))
+        taken, evaluations = self._search(system, x, h, before=before, force=force, v=v)
+        moved = settle(system, taken > 0, move(system, x, taken, v), start)
+        return StepReport.explicit(moved, h, taken, evaluations)
+
+    @torch.no_grad()
+    def _search(
+        self, system: System, x: Tensor, h: Tensor, *, before: Tensor, force: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The steps that do not raise the energy (0: none), and evaluations per sample."""
+        taken = h.clone()
+        spent = torch.ones(len(x), dtype=torch.int64, device=x.device)
+        rows, floor = torch.arange(len(x), device=x.device), None
+        for _ in range(self.halvings + 1):
+            after = self._energy(system.select(rows), x[rows], taken[rows], v[rows])
+            spent[rows] += 1
+            size = torch.maximum(before[rows].abs(), after.abs())
+            limit = before[rows] + self.slack * torch.finfo(x.dtype).eps * size
+            rows = rows[~(after <= limit)]
+            if not len(rows):
+                return taken, spent
+            floor = _bound(system, x, force, v) if floor is None else floor
+            half = taken[rows] / 2
+            taken[rows] = torch.where(taken[rows] > floor[rows], half.maximum(floor[rows]), half)
+        taken[rows] = 0
+        return taken, spent
+
+    @staticmethod
+    def _energy(system: System, x: Tensor, h: Tensor, v: Tensor) -> Tensor:
+        """After the step, without the zero-weight constant, which would cost digits."""
+        parts = system.energies(move(system, x, h, v), relative=True)
+        return torch.stack(list(parts.values())).sum(0)

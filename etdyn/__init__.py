@@ -1,7 +1,9 @@
 """etdyn: the Energy Transformer as a dynamical system."""
 
+from etdyn.couplings import Coupling, LinearCoupling
 from etdyn.energies import Attention, Energy, EnergySum, Hopfield
-from etdyn.lagrangians import Lagrangian, LayerNorm
+from etdyn.interactions import Interaction
+from etdyn.lagrangians import IsingSpin, Lagrangian, LayerNorm, Quadratic
 from etdyn.solve import (
     Equilibrium,
     EquilibriumError,
@@ -20,11 +22,13 @@ from etdyn.solve import (
     solve,
 )
 from etdyn.store import load, save
-from etdyn.systems import EnergyTransformer, System
+from etdyn.systems import System
 from etdyn.tasks import ImageCompletion, load_model, load_official_checkpoint, save_model
+from etdyn.transformer import EnergyTransformer
 
 __all__ = [
     "Attention",
+    "Coupling",
     "Energy",
     "EnergySum",
     "EnergyTransformer",
@@ -34,9 +38,13 @@ __all__ = [
     "GradientError",
     "Hopfield",
     "ImageCompletion",
+    "Interaction",
+    "IsingSpin",
     "Lagrangian",
     "LayerNorm",
+    "LinearCoupling",
     "Method",
+    "Quadratic",
     "Solution",
     "SolveError",
     "Stats",

@@ -5,73 +5,66 @@ and how fast, and in which clock. `System` passes it the Lagrangian and the inte
 """
 
 from abc import ABC, abstractmethod
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from etdyn.lagrangians import LayerNorm
+from etdyn.lagrangians import Lagrangian, LayerNorm
 
 __all__ = ["DYNAMICS", "Dynamics"]
 
+L = TypeVar("L", bound=Lagrangian)
 
-class Dynamics(ABC):
+
+class Dynamics(ABC, Generic[L]):
     """One law of motion; states and forces are `(batch, token, feature)`."""
 
     name: str
 
-    def activation(self, lagrangian: LayerNorm, x: Tensor) -> Tensor:
+    def activation(self, lagrangian: L, x: Tensor) -> Tensor:
         """g of the state x."""
         return lagrangian.activation(x)
 
-    def prepare(self, lagrangian: LayerNorm, x: Tensor) -> Tensor:
+    def prepare(self, lagrangian: L, x: Tensor) -> Tensor:
         """Bring a start, or the result of a discrete step, onto the state space."""
         return x
 
-    def target(self, lagrangian: LayerNorm, x: Tensor, force: Tensor) -> Tensor:
+    def target(self, lagrangian: L, x: Tensor, force: Tensor) -> Tensor:
         """Where the self-consistency map sends x: the force."""
         return force
 
-    def neuron_energy(self, lagrangian: LayerNorm, x: Tensor) -> Tensor | None:
+    def neuron_energy(self, lagrangian: L, x: Tensor) -> Tensor | None:
         """What the Lyapunov function has beyond E(g), `(batch, token)`; None: nothing."""
         return None
 
-    def clock_rate(self, lagrangian: LayerNorm, x: Tensor) -> Tensor:
-        """dtau/dt = gamma/sigma, `(batch, token)`: tau is the clock of the sphere dynamics."""
-        return lagrangian.gamma / lagrangian.sigma(x)
+    def clock_rate(self, lagrangian: L, x: Tensor) -> Tensor:
+        """dtau/dt of the intrinsic clock, `(batch, token)`."""
+        return lagrangian.clock_rate(x)
 
-    def elapsed_clock(
-        self, lagrangian: LayerNorm, x0: Tensor, x1: Tensor, dt: Tensor | float
-    ) -> Tensor:
-        """tau of a straight step from x0 to x1 that takes dt, exactly, `(batch, token)`.
+    def elapsed_clock(self, lagrangian: L, x0: Tensor, x1: Tensor, dt: Tensor | float) -> Tensor:
+        """tau of a straight step from x0 to x1 that takes dt, `(batch, token)`."""
+        return lagrangian.elapsed_clock(x0, x1, dt)
 
-        Along it sigma^2 = A s^2 + 2 B s + sigma_0^2 in the share s of the step, so that
-        tau = gamma dt log(1 + (sqrt(A) (sigma_1 - sigma_0) + A) / (sqrt(A) sigma_0 + B)) / sqrt(A).
-        """
-        y0, dy = lagrangian.centre(x0), lagrangian.centre(x1 - x0)
-        sigma0, sigma1 = lagrangian.sigma(x0), lagrangian.sigma(x1)
-        root = dy.square().mean(-1).sqrt()
-        tiny = 1e-6 * sigma0  # so small a step leaves sigma as it is
-        a = root.maximum(tiny)
-        b = (y0 * dy).mean(-1)
-        moving = torch.log1p((a * (sigma1 - sigma0) + a * a) / (a * sigma0 + b)) / a
-        share = torch.where(root > tiny, moving, 2 / (sigma0 + sigma1))
-        return lagrangian.gamma * dt * share
+    def imbalance(self, lagrangian: L, x: Tensor, force: Tensor) -> Tensor:
+        """What vanishes at equilibrium and nowhere else, shape of x."""
+        return lagrangian.tangent(x, force)
 
     @abstractmethod
-    def velocity(self, lagrangian: LayerNorm, x: Tensor, force: Tensor) -> Tensor:
+    def velocity(self, lagrangian: L, x: Tensor, force: Tensor) -> Tensor:
         """dx/dt, given force = -grad_g E at g(x)."""
 
-    def activation_velocity(self, lagrangian: LayerNorm, x: Tensor, v: Tensor) -> Tensor:
+    def activation_velocity(self, lagrangian: L, x: Tensor, v: Tensor) -> Tensor:
         """dg/dt = M v of the velocity v."""
         return lagrangian.metric(x, v)
 
-    def dissipation(self, lagrangian: LayerNorm, x: Tensor, force: Tensor) -> Tensor:
+    def dissipation(self, lagrangian: L, x: Tensor, force: Tensor) -> Tensor:
         """Exact -d(energy)/dt = v.Mv, `(batch,)`."""
         v = self.velocity(lagrangian, x, force)
         return (v * lagrangian.metric(x, v)).sum((1, 2))
 
 
-class Published(Dynamics):
+class Published(Dynamics[Lagrangian]):
     """dx/dt = -grad_g E(g(x)), Hoover et al. 2023, equation 1.
 
     dE/dt = -f.Mf (ET-F11). There is no fixed point in x: tokens drift while g converges.
@@ -79,12 +72,12 @@ class Published(Dynamics):
 
     name = "et"
 
-    def velocity(self, lagrangian: LayerNorm, x: Tensor, force: Tensor) -> Tensor:
+    def velocity(self, lagrangian: Lagrangian, x: Tensor, force: Tensor) -> Tensor:
         """The force."""
         return force
 
 
-class Leaky(Dynamics):
+class Leaky(Dynamics[Lagrangian]):
     """dx/dt = -x - grad_g E(g(x)), the hierarchical associative memory (ET-F30).
 
     The Lyapunov function is E + sum(x.g - L), and its slope -v.Mv. Euler with step 1 is the
@@ -93,16 +86,20 @@ class Leaky(Dynamics):
 
     name = "leaky"
 
-    def velocity(self, lagrangian: LayerNorm, x: Tensor, force: Tensor) -> Tensor:
+    def velocity(self, lagrangian: Lagrangian, x: Tensor, force: Tensor) -> Tensor:
         """Force minus x."""
         return force - x
 
-    def neuron_energy(self, lagrangian: LayerNorm, x: Tensor) -> Tensor | None:
+    def imbalance(self, lagrangian: Lagrangian, x: Tensor, force: Tensor) -> Tensor:
+        """P (force - x)."""
+        return lagrangian.imbalance(x, force)
+
+    def neuron_energy(self, lagrangian: Lagrangian, x: Tensor) -> Tensor | None:
         """x.g - L."""
         return lagrangian.legendre(x)
 
 
-class Sphere(Dynamics):
+class Sphere(Dynamics[LayerNorm]):
     """dg/dtau = -P grad_g E(g): gradient descent on a product of spheres, in its own clock.
 
     The state x has mean 0 and standard deviation 1 and carries g = gamma x + delta; between
@@ -151,4 +148,4 @@ class Sphere(Dynamics):
         return lagrangian.tangent(x, force).square().sum((1, 2))
 
 
-DYNAMICS: dict[str, Dynamics] = {d.name: d for d in (Published(), Leaky(), Sphere())}
+DYNAMICS: dict[str, Dynamics[Any]] = {d.name: d for d in (Published(), Leaky(), Sphere())}

@@ -6,21 +6,20 @@ Forces are -grad_g E. Source: Hoover et al. 2023, equations 2 to 5; ET sections 
 
 from __future__ import annotations
 
-import copy
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 from etdyn.checks import bad, check_choice, check_count, check_positive
+from etdyn.interactions import Interaction
 
 __all__ = ["Attention", "Energy", "EnergySum", "Hopfield"]
 
 
-class Energy(nn.Module, ABC):
+class Energy(Interaction):
     """An interaction energy E(g); `a + b` is an `EnergySum` that keeps both names."""
 
     name = "energy"
@@ -49,20 +48,9 @@ class Energy(nn.Module, ABC):
         """The named energies that this one is the sum of."""
         return {self.name: self}
 
-    def masked(self, tokens: Tensor | None = None, keys: Tensor | None = None) -> Self:
-        """This energy with tokens taken out, sharing parameters with the original.
-
-        Args:
-            tokens: bool `(batch or 1, token)`, False where a token does not exist: it is
-                neither query nor key, has no memory energy and feels no force.
-            keys: bool `(batch or 1, query, key)`, True where the query may attend to the key.
-        """
-        view = copy.copy(self)
-        view._set_masks(tokens, keys)
-        return view
-
-    @abstractmethod
-    def _set_masks(self, tokens: Tensor | None, keys: Tensor | None) -> None: ...
+    def force_jvp(self, g: Tensor, u: Tensor) -> Tensor:
+        """Minus the Hessian times u."""
+        return -self.hvp(g, u)
 
     def __add__(self, other: Energy) -> EnergySum:
         mine, theirs = self.terms(), other.terms()
@@ -108,6 +96,10 @@ class EnergySum(Energy):
         """The Hessian of E at g times u."""
         return _total([term.hvp(g, u) for term in self.terms().values()])
 
+    def curvature_bound(self, tokens: int) -> float:
+        """The sum of the terms' bounds."""
+        return sum(term.curvature_bound(tokens) for term in self.terms().values())
+
     def _set_masks(self, tokens: Tensor | None, keys: Tensor | None) -> None:
         masked = {name: term.masked(tokens, keys) for name, term in self.terms().items()}
         self._modules = {"parts": nn.ModuleDict(masked)}
@@ -147,11 +139,16 @@ class Attention(Energy):
         self.self_attention = bool(self_attention)
         self.query = nn.Parameter(torch.empty(heads, head_dim, dim).normal_(std=dim**-0.5))
         self.key = nn.Parameter(torch.empty(heads, head_dim, dim).normal_(std=dim**-0.5))
-        self._tokens: Tensor | None = None
-        self._keys: Tensor | None = None
 
-    def _set_masks(self, tokens: Tensor | None, keys: Tensor | None) -> None:
-        self._tokens, self._keys = tokens, keys
+    def curvature_bound(self, tokens: int) -> float:
+        """2 sum_h |key_h^T query_h|_2 sqrt(c), c = tokens - 1, or tokens with self-attention.
+
+        Source: ET-F21.
+        """
+        # |K^T Q|_2 from the small triangular factors of K^T and Q^T
+        key, query = (torch.linalg.qr(w.detach().mT, mode="r").R for w in (self.key, self.query))
+        norms = torch.linalg.matrix_norm(key @ query.mT, 2)
+        return 2 * float(norms.sum()) * math.sqrt(tokens - (not self.self_attention))
 
     def _allowed(self, n: int) -> Tensor | None:
         """Which key (last axis) each query may see, `(batch or 1, 1, query, key)`; None: all."""
@@ -288,16 +285,10 @@ class Hopfield(Energy):
         check_positive("hopfield_beta", beta)
         self.kind, self.power, self.beta = kind, power, float(beta)
         self.memories = nn.Parameter(torch.empty(memories, dim).normal_(std=dim**-0.5))
-        self._tokens: Tensor | None = None
 
-    def _set_masks(self, tokens: Tensor | None, keys: Tensor | None) -> None:
-        self._tokens = tokens
-
-    def _keep(self, per_token: Tensor) -> Tensor:
-        if self._tokens is None:
-            return per_token
-        mask = self._tokens if per_token.ndim == 2 else self._tokens.unsqueeze(-1)
-        return per_token.masked_fill(~mask, 0.0)
+    def curvature_bound(self, tokens: int) -> float:
+        """Zero: memories are concave."""
+        return 0.0
 
     def _overlaps(self, g: Tensor) -> Tensor:
         return g @ self.memories.T

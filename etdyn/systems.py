@@ -1,25 +1,24 @@
-"""A System: a Lagrangian, an interaction energy and a dynamics, with one set of verbs."""
+"""A System: a Lagrangian, an interaction and a dynamics, with one set of verbs."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from etdyn.checks import bad, check_choice, check_positive, check_state
+from etdyn.checks import bad, check_choice, check_state
 from etdyn.dynamics import DYNAMICS, Dynamics
-from etdyn.energies import Attention, Energy, Hopfield
-from etdyn.lagrangians import LayerNorm
+from etdyn.energies import Energy
+from etdyn.interactions import Interaction
+from etdyn.lagrangians import Lagrangian, LayerNorm
 
-__all__ = ["EnergyTransformer", "System"]
+__all__ = ["System"]
 
 
 class System(nn.Module):
-    """Tokens whose activations g descend an interaction energy.
+    """Tokens that move under a force of their activations g, most often down an energy E(g).
 
     States x are `(batch, token, feature)` in the dtype and on the device of the parameters;
     time is dimensionless flow time. The verbs work on any batch of samples, and a sample's
@@ -27,14 +26,19 @@ class System(nn.Module):
 
     Args:
         lagrangian: turns x into g.
-        interaction: the energy E(g); its terms become named parts of the system, so that
-            parameters are called `attention.query`, `hopfield.memories`, ...
-        dynamics: "et" (published), "leaky" or "sphere"; see `etdyn.dynamics`.
+        interaction: an energy E(g), or a coupling, which has none; its terms become named parts
+            of the system, so that parameters are called `attention.query`, ...
+        dynamics: "et" (published), "leaky", or with LayerNorm "sphere"; see `etdyn.dynamics`.
+
+    Raises:
+        ValueError: an unknown dynamics, or one that the Lagrangian does not allow.
     """
 
-    def __init__(self, lagrangian: LayerNorm, interaction: Energy, dynamics: str = "et") -> None:
+    def __init__(
+        self, lagrangian: Lagrangian, interaction: Interaction, dynamics: str = "et"
+    ) -> None:
         super().__init__()
-        check_choice("dynamics", dynamics, tuple(DYNAMICS))
+        _check_dynamics(dynamics, lagrangian)
         self.lagrangian = lagrangian
         for name, term in interaction.terms().items():
             if hasattr(self, name):
@@ -46,7 +50,7 @@ class System(nn.Module):
         self._tokens: Tensor | None = None
         self._keys: Tensor | None = None
 
-    interaction: Energy
+    interaction: Interaction
 
     @property
     def dim(self) -> int:
@@ -54,7 +58,28 @@ class System(nn.Module):
         return self.lagrangian.dim
 
     @property
-    def _law(self) -> Dynamics:
+    def has_energy(self) -> bool:
+        """Whether the force comes from an energy; without, `energy` and `dissipation` raise."""
+        return isinstance(self.interaction, Energy)
+
+    @property
+    def potential(self) -> Energy:
+        """The interaction, which must be an energy: `TypeError` where it is none."""
+        if not isinstance(self.interaction, Energy):
+            raise TypeError("system: expected an interaction that has an energy, got "
+                            f"{type(self.interaction).__name__}")  # fmt: skip
+        return self.interaction
+
+    @property
+    def layer_norm(self) -> LayerNorm:
+        """The Lagrangian, which must be a LayerNorm: `TypeError` where it is none."""
+        if not isinstance(self.lagrangian, LayerNorm):
+            raise TypeError("system: expected a LayerNorm as its Lagrangian, got "
+                            f"{type(self.lagrangian).__name__}")  # fmt: skip
+        return self.lagrangian
+
+    @property
+    def _law(self) -> Dynamics[Any]:
         return DYNAMICS[self.dynamics]
 
     def _view(self) -> Self:
@@ -64,7 +89,7 @@ class System(nn.Module):
 
     def with_dynamics(self, dynamics: str) -> Self:
         """This system under another dynamics, sharing parameters."""
-        check_choice("dynamics", dynamics, tuple(DYNAMICS))
+        _check_dynamics(dynamics, self.lagrangian)
         view = self._view()
         view.dynamics = dynamics
         return view
@@ -89,8 +114,8 @@ class System(nn.Module):
                 raise TypeError(f"{name}: expected a bool tensor, got {_kind(mask)}")
             if mask.ndim != ndim:
                 raise bad(name, f"{ndim} dimensions", f"shape {tuple(mask.shape)}")
-            if mask.device != self.lagrangian.delta.device:
-                raise bad(name, f"device {self.lagrangian.delta.device}", mask.device)
+            if mask.device != self.lagrangian.like.device:
+                raise bad(name, f"device {self.lagrangian.like.device}", mask.device)
         if tokens is not None and not bool(tokens.any(1).all()):
             raise bad("tokens", "at least one token in every sample", "a sample without any")
         if tokens is not None and self._tokens is not None:
@@ -151,7 +176,7 @@ class System(nn.Module):
 
     def check(self, x: Tensor, name: str = "x") -> None:
         """Raise unless x is a state of this system: shape, dtype, device, and its masks fit."""
-        check_state(name, x, self.dim, self.lagrangian.delta)
+        check_state(name, x, self.dim, self.lagrangian.like)
         batch, n, _ = x.shape
         for mask in (self._tokens, self._keys):
             if mask is not None and (len(mask) not in (1, batch) or set(mask.shape[1:]) != {n}):
@@ -204,7 +229,7 @@ class System(nn.Module):
 
     def interaction_energy(self, x: Tensor, relative: bool = False) -> Tensor:
         """E(g(x)), `(batch,)`, whatever the dynamics."""
-        return self.interaction.energy(self.activation(x), relative)
+        return self.potential.energy(self.activation(x), relative)
 
     def energies(self, x: Tensor, relative: bool = False) -> dict[str, Tensor]:
         """The terms of the Lyapunov function by name, each `(batch,)`; they sum to `energy`.
@@ -213,7 +238,7 @@ class System(nn.Module):
         ImageNet model, ET-F6), without rounding it away.
         """
         g = self.activation(x)
-        parts = {n: term.energy(g, relative) for n, term in self.interaction.terms().items()}
+        parts = {n: term.energy(g, relative) for n, term in self.potential.terms().items()}
         neuron = self._law.neuron_energy(self.lagrangian, self._stand_in(x))
         if neuron is not None:
             parts["lagrangian"] = self.keep(neuron).sum(1)
@@ -225,6 +250,7 @@ class System(nn.Module):
 
     def dissipation(self, x: Tensor) -> Tensor:
         """Exact -d(energy)/dt along the flow, `(batch,)`, never negative."""
+        _ = self.potential  # a coupling dissipates nothing that is defined
         x = self._stand_in(x)
         force = self.force(x)
         if self._tokens is not None and self.dynamics == "leaky":
@@ -236,11 +262,12 @@ class System(nn.Module):
         """|P grad_g E|, `(batch,)`: Frobenius norm over tokens and features.
 
         P takes out the parts of the gradient that g cannot follow, so this vanishes exactly
-        where g is at equilibrium (up to eps in the layer norm), and never because x grew.
+        where g is at equilibrium (up to eps in the layer norm), and never because x grew. With
+        another Lagrangian than LayerNorm nothing is taken out, and it is |force - x| for "leaky".
         """
         x = self._stand_in(x)
-        tangent = self.keep(self.lagrangian.tangent(x, self.force(x)))
-        return tangent.square().sum((1, 2)).sqrt()
+        left = self.keep(self._law.imbalance(self.lagrangian, x, self.force(x)))
+        return left.square().sum((1, 2)).sqrt()
 
     def map(self, x: Tensor, damping: float = 1.0) -> Tensor:
         """(1 - damping) x + damping force(x); its fixed points are the equilibria.
@@ -269,127 +296,12 @@ class System(nn.Module):
         return self._law.elapsed_clock(self.lagrangian, x0, x1, dt)
 
 
-class EnergyTransformer(System):
-    """The Energy Transformer block: layer norm, energy attention and a Hopfield network.
-
-    Weights start at a standard deviation of 1/sqrt(dim), drawn from torch's global generator.
-
-    Args:
-        dim: features of a token.
-        heads, head_dim: of the attention.
-        memories: of the Hopfield network.
-        dynamics: "et", "leaky" or "sphere".
-        self_attention: whether a token attends to itself; the paper says no, the released
-            weights were trained with yes.
-        hopfield: "relu" (published), "power" or "softmax".
-        power: exponent of hopfield="power".
-        beta: of the attention; None is 1/sqrt(head_dim).
-        hopfield_beta: of hopfield="softmax".
-        eps: of the layer norm.
-
-    Source: Hoover et al. 2023, arXiv 2302.07253; ET section 1.
-    """
-
-    def __init__(
-        self,
-        dim: int,
-        heads: int,
-        head_dim: int,
-        memories: int,
-        dynamics: str = "et",
-        *,
-        self_attention: bool = False,
-        hopfield: str = "relu",
-        power: int = 3,
-        beta: float | None = None,
-        hopfield_beta: float = 1.0,
-        eps: float = 1e-5,
-    ) -> None:
-        attention = Attention(dim, heads, head_dim, beta, self_attention)
-        network = Hopfield(dim, memories, hopfield, power, hopfield_beta)
-        super().__init__(LayerNorm(dim, eps), attention + network, dynamics)
-
-    attention: Attention
-    hopfield: Hopfield
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The arguments that rebuild this system, as JSON can hold them."""
-        heads, head_dim, dim = self.attention.query.shape
-        return {
-            "dim": dim,
-            "heads": heads,
-            "head_dim": head_dim,
-            "memories": self.hopfield.memories.shape[0],
-            "dynamics": self.dynamics,
-            "self_attention": self.attention.self_attention,
-            "hopfield": self.hopfield.kind,
-            "power": self.hopfield.power,
-            "beta": self.attention.beta,
-            "hopfield_beta": self.hopfield.beta,
-            "eps": self.lagrangian.eps,
-        }
-
-    @classmethod
-    def from_official(
-        cls,
-        arrays: Mapping[str, Any],
-        *,
-        self_attention: bool = True,
-        dynamics: str = "et",
-        beta: float | None = None,
-        eps: float = 1e-5,
-    ) -> Self:
-        """Build from arrays in the layout of the official implementation, in their dtype.
-
-        Args:
-            arrays: `Wq`, `Wk` (heads, head_dim, dim), `Xi` (dim, memories), `gamma` scalar
-                > 0, `delta` (dim,); numpy arrays or tensors of one floating dtype.
-            self_attention: True for the released weights.
-            dynamics, beta, eps: as in the class.
-
-        Raises:
-            ValueError, TypeError: a missing array, a wrong shape or mixed dtypes, NaN,
-                gamma <= 0.
-        """
-        tensors = {name: _official(arrays, name) for name in ("Wq", "Wk", "Xi", "gamma", "delta")}
-        dtypes = {t.dtype for t in tensors.values()}
-        if len(dtypes) != 1:
-            raise TypeError(f"arrays: expected one floating dtype, got {sorted(map(str, dtypes))}")
-        if tensors["Wq"].ndim != 3:
-            raise bad("Wq", "shape (heads, head_dim, dim)", f"shape {tuple(tensors['Wq'].shape)}")
-        heads, head_dim, dim = tensors["Wq"].shape
-        memories = tensors["Xi"].shape[-1] if tensors["Xi"].ndim else 0
-        for name, shape in {
-            "Wk": (heads, head_dim, dim), "Xi": (dim, memories), "gamma": (), "delta": (dim,),
-        }.items():  # fmt: skip
-            if tuple(tensors[name].shape) != shape:
-                raise bad(name, f"shape {shape}", f"shape {tuple(tensors[name].shape)}")
-        check_positive("beta", 1.0 if beta is None else beta)
-        system = cls(
-            dim, heads, head_dim, memories, dynamics,
-            self_attention=self_attention, beta=beta, eps=eps,
-        ).to(dtypes.pop())  # fmt: skip
-        with torch.no_grad():
-            system.attention.query.copy_(tensors["Wq"])
-            system.attention.key.copy_(tensors["Wk"])
-            system.hopfield.memories.copy_(tensors["Xi"].T)
-            system.lagrangian.delta.copy_(tensors["delta"])
-            system.lagrangian.set_gamma(float(tensors["gamma"]))
-        return system
+def _check_dynamics(dynamics: str, lagrangian: Lagrangian) -> None:
+    check_choice("dynamics", dynamics, tuple(DYNAMICS))
+    if dynamics == "sphere" and not isinstance(lagrangian, LayerNorm):
+        raise bad("dynamics", "one without spheres, \"et\" or \"leaky\", with "
+                  f"{type(lagrangian).__name__}", repr(dynamics))  # fmt: skip
 
 
 def _kind(value: object) -> str:
     return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
-
-
-def _official(arrays: Mapping[str, Any], name: str) -> Tensor:
-    if name not in arrays:
-        raise bad("arrays", f"an array {name!r}", f"only {sorted(arrays)}")
-    value = arrays[name]
-    tensor = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
-    if not tensor.is_floating_point():
-        raise TypeError(f"{name}: expected a floating dtype, got {tensor.dtype}")
-    if not bool(torch.isfinite(tensor).all()):
-        raise bad(name, "finite values", "NaN or infinity")
-    return tensor

@@ -13,8 +13,9 @@ __all__ = ["activation_distance"]
 def activation_distance(system: System, x: Tensor, reference: Tensor) -> Tensor:
     """Distance of two states in g, per token, in units of the sphere that g lives on.
 
-        d = |g(x) - g(reference)| / (gamma sqrt(D)),    0 <= d <= 2
+        d = |g(x) - g(reference)| / (gamma sqrt(D)),    0 <= d <= 2,
 
+    or in units of the `radius` of another Lagrangian.
     States that differ by a token's mean or (up to eps) its length have distance zero, because the
     published flow drifts along these directions for ever (ET section 1.5).
 
@@ -26,5 +27,4 @@ def activation_distance(system: System, x: Tensor, reference: Tensor) -> Tensor:
         `(batch, token)`.
     """
     gap = torch.linalg.vector_norm(system.activation(x) - system.activation(reference), dim=-1)
-    radius = system.lagrangian.gamma * system.dim**0.5
-    return torch.div(gap, radius)
+    return torch.div(gap, system.lagrangian.radius)

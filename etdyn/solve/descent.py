@@ -8,33 +8,11 @@ import torch
 from torch import Tensor
 
 from etdyn.checks import check_count, check_positive
-from etdyn.energies import Attention, Energy, Hopfield
+from etdyn.lagrangians import LayerNorm
 from etdyn.solve.steppers import Stepper, StepReport, move, settle
 from etdyn.systems import System
 
-__all__ = ["GuardedEuler", "curvature_bound", "descent_bound"]
-
-
-def curvature_bound(interaction: Energy, tokens: int) -> float:
-    """h+ >= the largest eigenvalue of the Hessian of E, wherever g is; infinite if not known.
-
-        h+ = 2 sum_h |key_h^T query_h|_2 sqrt(c),  c = tokens - 1, or tokens with self-attention
-
-    Memories are concave and add nothing. Source: ET-F21.
-    """
-    return sum(_curvature(term, tokens) for term in interaction.terms().values())
-
-
-@torch.no_grad()
-def _curvature(term: Energy, tokens: int) -> float:
-    if isinstance(term, Hopfield):
-        return 0.0
-    if not isinstance(term, Attention):
-        return math.inf
-    # |K^T Q|_2 from the small triangular factors of K^T and Q^T
-    key, query = (torch.linalg.qr(w.mT, mode="r").R for w in (term.key, term.query))
-    norms = torch.linalg.matrix_norm(key @ query.mT, 2)
-    return 2 * float(norms.sum()) * math.sqrt(tokens - (not term.self_attention))
+__all__ = ["GuardedEuler", "descent_bound"]
 
 
 @torch.no_grad()
@@ -53,7 +31,7 @@ def descent_bound(system: System, x: Tensor) -> Tensor:
     L*(g+) - L*(g) <= x+.dg by convexity, so V+ - V <= -(1/h - 1) dx.dg + h+ |dg|^2/2. sphere: a
     token turns by theta with tan theta = h |Pf|/R, so -f.dg = R f_r (1 - cos) - R |Pf| sin and
     |dg|^2 = 2 R^2 (1 - cos), where 1 - cos <= sin tan / 2. Where the curvature of the
-    interaction is not known (see `curvature_bound`), zero. Source: ET-F20.
+    interaction is not known, or g is no layer norm of x, zero. Source: ET-F20.
     """
     system.check(x)
     x = system._stand_in(x)
@@ -62,10 +40,9 @@ def descent_bound(system: System, x: Tensor) -> Tensor:
 
 
 def _bound(system: System, x: Tensor, force: Tensor, v: Tensor) -> Tensor:
-    top = curvature_bound(system.interaction, x.shape[1])
-    if math.isinf(top):
+    top, lagrangian = system.interaction.curvature_bound(x.shape[1]), system.lagrangian
+    if math.isinf(top) or not isinstance(lagrangian, LayerNorm):
         return torch.zeros_like(x[:, 0, 0])
-    lagrangian = system.lagrangian
     gamma, root = lagrangian.gamma, math.sqrt(lagrangian.dim)
     if system.dynamics == "sphere":
         y = lagrangian.centre(x)
@@ -109,7 +86,7 @@ class GuardedEuler(Stepper):
         """See `Stepper`. Differentiable, with the steps taken as constants."""
         self.check(system, x, h)
         start, x = x, system._stand_in(x)
-        energy, force = system.interaction.energy_and_force(system.activation(x), relative=True)
+        energy, force = system.potential.energy_and_force(system.activation(x), relative=True)
         neuron = system._law.neuron_energy(system.lagrangian, x)
         before = energy if neuron is None else energy + system.keep(neuron).sum(1)
         v = system.keep(system._law.velocity(system.lagrangian, x, force))

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from etdyn.energies import Energy
+from etdyn.lagrangians import LayerNorm
 from etdyn.solve.implicit import ImplicitStepper, StepEquation
 from etdyn.solve.krylov import Image
 from etdyn.systems import System
 
 __all__ = ["DiscreteGradient", "discrete_gradient"]
 
-ROUNDINGS = 16  # of the energy that a difference of energies is not trusted with
+ROUNDINGS = 16  # of the energy, or of what cancels in it, below which a difference is noise
 
 
 class DiscreteGradient(ImplicitStepper):
@@ -55,6 +56,8 @@ class DiscreteGradient(ImplicitStepper):
     point of a continuous map into a ball, and exists for every h (Brouwer). That the inner solver
     finds it is not a theorem: see `StepReport.shrunk`.
 
+    Needs an energy, and under "leaky" a LayerNorm; `TypeError` without.
+
     Source: A-F8; Gonzalez 1996; McLachlan, Quispel, Robidoux 1999; L* from ET section 1.1.
     """
 
@@ -63,7 +66,7 @@ class DiscreteGradient(ImplicitStepper):
     def equation(self, system: System, x: Tensor, h: Tensor) -> StepEquation:
         """See `ImplicitStepper`."""
         g = system.activation(x)
-        energy, force = system.interaction.energy_and_force(g, relative=True)
+        energy, force = system.potential.energy_and_force(g, relative=True)
         return _EQUATIONS[system.dynamics](system, x, h, force, g, energy)
 
 
@@ -78,18 +81,21 @@ def discrete_gradient(interaction: Energy, g: Tensor, g_next: Tensor) -> Tensor:
     energies, forces = zip(
         *(interaction.energy_and_force(p, relative=True) for p in (g, g_next)), strict=True
     )
-    return -_secant(energies, forces, g_next - g)[0]
+    return -_secant(energies, forces, g, g_next)[0]
 
 
 def _secant(
-    energies: tuple[Tensor, Tensor], forces: tuple[Tensor, Tensor], dg: Tensor
+    energies: tuple[Tensor, Tensor], forces: tuple[Tensor, Tensor], g: Tensor, g_next: Tensor
 ) -> tuple[Tensor, Tensor]:
     """-Dbar E, and its c `(batch,)`."""
+    dg = g_next - g
     mean = 0.5 * (forces[0] + forces[1])
     gap = energies[1] - energies[0] + _dot(mean, dg)
     info = torch.finfo(gap.dtype)
     # continuous, where dropping small gaps would make the inner iteration jump
-    noise = ROUNDINGS * info.eps * torch.maximum(energies[0].abs(), energies[1].abs())
+    size = (forces[0] * g).abs().sum((1, 2))  # of what may cancel in E
+    size = torch.stack([energies[0].abs(), energies[1].abs(), size]).amax(0)
+    noise = ROUNDINGS * info.eps * size
     gap = gap.sign() * (gap.abs() - noise).clamp(min=0)
     c = gap / _dot(dg, dg).clamp(min=info.tiny)
     return mean - c[:, None, None] * dg, c
@@ -114,8 +120,8 @@ class _Published(StepEquation):
     def image(self, q: Tensor) -> Image:
         end = self.end(q)
         g = self.system.activation(end)
-        energy, force = self.system.interaction.energy_and_force(g, relative=True)
-        value, c = _secant((self.energy, energy), (self.force, force), g - self.g)
+        energy, force = self.system.potential.energy_and_force(g, relative=True)
+        value, c = _secant((self.energy, energy), (self.force, force), self.g, g)
         return _Image(value, self, q, end, g, force, c)
 
 
@@ -131,7 +137,7 @@ class _Image(Image):
     def derivative(self, v: Tensor) -> Tensor:
         start, dg = self.equation, self.g - self.equation.g
         u = start.activation_derivative(self.q, self.end, v)
-        hu = start.system.interaction.hvp(self.g, u)
+        hu = start.system.potential.hvp(self.g, u)
         d_gap = 0.5 * (_dot(start.force - self.force, u) - _dot(hu, dg))
         size = _dot(dg, dg).clamp(min=torch.finfo(v.dtype).tiny)
         d_c = torch.where(self.c == 0, 0, (d_gap - 2 * self.c * _dot(dg, u)) / size)
@@ -141,6 +147,10 @@ class _Image(Image):
 @dataclass(frozen=True)
 class _Leaky(_Published):
     """With s = sigma+, y+ = (a + b s) / (c + s): one unknown per token is left."""
+
+    @property
+    def lagrangian(self) -> LayerNorm:
+        return self.system.layer_norm
 
     @property
     def weights(self) -> tuple[Tensor, Tensor]:
@@ -204,7 +214,8 @@ def _solve_sigma(a: Tensor, b: Tensor, c: Tensor, guess: Tensor, eps: float) -> 
 class _Sphere(_Published):
     def _lift(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """a x + h q'/gamma, a, and sqrt(1 + z^2)."""
-        push = self.step / self.lagrangian.gamma * self.lagrangian.centre(q)
+        lagrangian = self.system.layer_norm
+        push = self.step / lagrangian.gamma * lagrangian.centre(q)
         z = 0.5 * (push * self.x).mean(-1, keepdim=True)
         root = (1 + z * z).sqrt()
         a = torch.where(z > 0, 1 / (root + z), root - z)  # without cancellation
@@ -216,7 +227,8 @@ class _Sphere(_Published):
 
     def activation_derivative(self, q: Tensor, end: Tensor, v: Tensor) -> Tensor:
         lift, a, root = self._lift(q)
-        push = self.step / self.lagrangian.gamma * self.lagrangian.centre(v)
+        lagrangian = self.system.layer_norm
+        push = self.step / lagrangian.gamma * lagrangian.centre(v)
         d_a = -a / root * 0.5 * (push * self.x).mean(-1, keepdim=True)
         return self.metric(lift, d_a * self.x + push)
 

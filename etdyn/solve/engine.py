@@ -8,7 +8,6 @@ lies beyond the end; a NaN in a trial step rejects it instead of making the next
 from __future__ import annotations
 
 import itertools
-import math
 import warnings
 from collections import deque
 from collections.abc import Iterator
@@ -165,9 +164,8 @@ def solver_options(method: Method, times: Tensor) -> dict[str, Any]:
 
 def grid(method: Method, times: Tensor) -> Tensor:
     """Times of the steps: every save interval cut into equal steps of at most `method.step`."""
-    step = method.step
+    step, pieces = method.step, [times[:1]]
     assert step is not None
-    pieces = [times[:1]]
     for a, b in itertools.pairwise(times.tolist()):
         ratio = abs(b - a) / step
         if method.multistep and abs(ratio - round(ratio)) > 1e-9 * ratio:
@@ -175,8 +173,8 @@ def grid(method: Method, times: Tensor) -> Tensor:
                 "times", f"intervals that are multiples of step = {step}, "
                 f"which the multistep method {method.name!r} needs", b - a,
             )  # fmt: skip
-        count = max(1, math.ceil(ratio * (1 - 1e-12)))
-        pieces.append(torch.linspace(a, b, count + 1, dtype=times.dtype)[1:].to(times.device))
+        ends = torch.linspace(a, b, method.pieces(b - a) + 1, dtype=times.dtype)[1:]
+        pieces.append(ends.to(times.device))
     return torch.cat(pieces)
 
 

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from etdyn.checks import bad, check_choice, check_count, check_finite, check_positive
+from etdyn.lagrangians import LayerNorm
 from etdyn.solve.flow import solve
+from etdyn.solve.implicit_gradient import ImplicitReport, implicit
 from etdyn.solve.newton import NewtonKrylov, lowest_curvature
-from etdyn.solve.relaxation import Accelerated, Anderson, Curved, Energetic, Point, Relaxation
+from etdyn.solve.relaxation import Accelerated, Anderson, Point, Relaxation
 from etdyn.solve.relaxation import evaluate as evaluate_at
 from etdyn.solve.solution import Status, describe_system
 from etdyn.systems import System
@@ -51,6 +53,7 @@ class Equilibrium:
         seconds: wall time.
         system: what was solved.
         config: method, system and arguments, as JSON can hold them.
+        gradient: what the implicit gradient is good for, where one was asked for.
     """
 
     x: Tensor
@@ -66,6 +69,7 @@ class Equilibrium:
     seconds: float
     system: System
     config: dict[str, Any] = field(default_factory=dict)
+    gradient: ImplicitReport | None = None
 
 
 class EquilibriumError(RuntimeError):
@@ -83,7 +87,6 @@ class EquilibriumError(RuntimeError):
         self.equilibrium = equilibrium
 
 
-@torch.no_grad()
 def find_equilibrium(
     system: System,
     x0: Tensor,
@@ -94,6 +97,7 @@ def find_equilibrium(
     max_evaluations: int = 5000,
     memory: int = 10,
     probe: int = 8,
+    gradient: str | None = None,
     throw: bool = False,
 ) -> Equilibrium:
     """Find x = force(x), the equilibrium in g of every dynamics, from x0; per sample.
@@ -106,17 +110,18 @@ def find_equilibrium(
     Steps that raise the energy of the leaky flow (sphere: E) are taken back. An equilibrium that
     mixing or Newton steps reached is probed for negative curvature, and left again where it is a
     saddle, to the side from which it was approached, as the map would. A sample that is done
-    leaves the batch, and its result does not depend on the others. No graph is kept.
+    leaves the batch, and its result does not depend on the others.
 
     Args:
-        system: its interaction needs a force; without an energy only the residual guards "map"
-            and "anderson"; "newton-krylov" needs the Hessian-vector product.
+        system: without an energy only the residual guards the steps, and the result says so.
         x0: start, `(batch, token, feature)`.
         tol: of the residual |P grad_g E|, at least one rounding of the dtype.
         damping: the largest eta, in (0, 1].
         max_evaluations: per sample.
         memory: steps that "anderson" mixes.
         probe: Lanczos steps, one evaluation each, of a probe; 0 accepts saddles.
+        gradient: "implicit" lets gradients of x flow to the parameters (`etdyn.implicit`; not on
+            the sphere), however many iterations found it; None keeps no graph.
         throw: raise `EquilibriumError` where a sample did not converge.
 
     Returns:
@@ -125,6 +130,7 @@ def find_equilibrium(
     Raises:
         ValueError, TypeError: wrong input, naming the argument.
         EquilibriumError: see throw.
+        GradientError: gradient="implicit" where a sample has not converged.
 
     Source: ET-F23, F30 and F31; Walker and Ni 2011 (Anderson mixing); Knoll and Keyes 2004.
     """
@@ -135,25 +141,20 @@ def find_equilibrium(
     check_count("memory", memory)
     check_count("probe", probe, least=0)
     _check(system, x0, method, tol)
+    if gradient is not None:
+        check_choice("gradient", gradient, ("implicit",))
+        if system.dynamics == "sphere" or not system.has_energy:
+            raise bad("gradient", "None on the sphere and for a coupling", gradient)
     began = time.perf_counter()
     # the published flow has no fixed point in x; its equilibria in g are those of the leaky one
     still = system.with_dynamics("leaky") if system.dynamics == "et" else system
-    x = still.prepare(x0)
-    has_energy = isinstance(system.interaction, Energetic)
+    x = still.prepare(x0.detach())
     search = _Search(still, x, tol, max_evaluations)
-    if method == "flow":
-        search.flow()
-    else:
-        starts: dict[str, Callable[[Point], Relaxation]] = {
-            "map": partial(Relaxation, damping=damping),
-            "anderson": partial(Anderson, damping=damping, memory=memory),
-            "newton-krylov": partial(NewtonKrylov, damping=damping, tol=tol),
-        }
-        curved = has_energy and isinstance(system.interaction, Curved)
-        search.run(starts[method], probe if curved else 0)
-    safeguard = "none" if method == "flow" else "energy" if has_energy else "residual"
+    with torch.no_grad():
+        _run(search, method, damping, memory, probe)
+    safeguard = "none" if method == "flow" else "energy" if system.has_energy else "residual"
     found = Equilibrium(
-        search.x, search.energy if has_energy else None, search.residual,
+        search.x, search.energy if system.has_energy else None, search.residual,
         search.status == Status.CONVERGED, search.evaluations, search.status, search.curvature,
         torch.stack(search.history), method, safeguard, time.perf_counter() - began, system,
         {
@@ -163,13 +164,29 @@ def find_equilibrium(
     )  # fmt: skip
     if throw and not bool(found.converged.all()):
         raise EquilibriumError(found)
+    if gradient is not None:
+        found.gradient = ImplicitReport()
+        found.x = implicit(system, found.x, start=x0, report=found.gradient)
     return found
+
+
+def _run(search: _Search, method: str, damping: float, memory: int, probe: int) -> None:
+    if method == "flow":
+        search.flow()
+        return
+    starts: dict[str, Callable[[Point], Relaxation]] = {
+        "map": partial(Relaxation, damping=damping),
+        "anderson": partial(Anderson, damping=damping, memory=memory),
+        "newton-krylov": partial(NewtonKrylov, damping=damping, tol=search.tol),
+    }
+    search.run(starts[method], probe if search.system.has_energy else 0)
 
 
 def _check(system: System, x0: Tensor, method: str, tol: float) -> None:
     check_choice("method", method, METHODS)
-    if method == "newton-krylov" and not isinstance(system.interaction, Curved):
-        raise bad("method", "one that needs no Hessian-vector product", repr(method))
+    if system.dynamics == "et" and not isinstance(system.lagrangian, LayerNorm):
+        raise bad("system", 'dynamics "leaky" unless g is a layer norm, whose scale is free',
+                  '"et"')  # fmt: skip
     system.check(x0, "x0")
     check_finite("x0", x0)
     check_positive("tol", tol)

@@ -15,6 +15,7 @@ from etdyn.solve.observables import Observable, Recorder
 from etdyn.solve.per_sample import PerSample
 from etdyn.solve.progress import TimeBar
 from etdyn.solve.solution import Solution, SolveError, describe_system
+from etdyn.solve.stepping import Stepping
 from etdyn.solve.stopping import Stop
 from etdyn.solve.together import solve_together
 from etdyn.systems import System
@@ -53,17 +54,17 @@ def solve(
             "backsolve" integrates the adjoint equation backwards, restarted at anchors of its
             own choice, and raises `GradientError` where it drifts; None keeps no graph.
         stop: end at equilibrium, tested after every accepted step (scipy_solver: at save times);
-            with a batched method every sample ends on its own.
+            with a batched method or a stepper every sample ends on its own.
         save: observables to keep at the save times instead of the states, by name (see
             `named_observables`) or as functions of (system, x); they appear in `Solution.saved`.
-        max_steps: attempted steps in the whole solve (scipy_solver: evaluations; batched methods:
-            steps of every sample).
+        max_steps: attempted steps in the whole solve (scipy_solver: evaluations; batched methods
+            and steppers: steps of every sample).
         throw: raise `SolveError` on NONFINITE, DT_MIN and MAX_STEPS.
         progress: show a bar of the flow time; a string is its label.
 
     Returns:
         Solution. After an early end `t` and `x` hold every saved time before it and the last
-        accepted state; with a batched method, where samples end at different times, `x` is NaN
+        accepted state; where samples end at different times (batched methods, steppers), `x` is NaN
         after a sample's end, which `t_end` and `x_end` hold.
 
     Raises:
@@ -82,7 +83,7 @@ def solve(
     when = _check_times(times).to(x0.device)
     method.check_precision(x0.dtype)
     needs = gradient is not None and torch.is_grad_enabled() and _wants_gradient(system, x0)
-    if needs and gradient != "direct" and method.per_sample:
+    if needs and gradient != "direct" and (method.per_sample or method.stepping):
         raise bad("gradient", f"'direct' or None with {method.name!r}", gradient)
     if needs and not method.differentiable:
         raise bad("gradient", f"None (no gradient passes through {method.name!r})", gradient)
@@ -92,9 +93,9 @@ def solve(
     began = time.perf_counter()
     with torch.set_grad_enabled(needs), TimeBar(progress, when) as bar:
         start = system.prepare(x0)
-        if method.per_sample:
-            job = PerSample(system, method, max_steps, stop, bar)
-            solution = job.solve(recorder, start, when)
+        if method.per_sample or method.stepping:
+            make = PerSample if method.per_sample else Stepping
+            solution = make(system, method, max_steps, stop, bar).solve(recorder, start, when)
         else:
             field = Field(system, method, max_steps, stop, bar)
             solution = solve_together(

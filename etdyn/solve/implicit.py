@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from etdyn.checks import check_count, check_positive
-from etdyn.lagrangians import LayerNorm
-from etdyn.solve.descent import curvature_bound
+from etdyn.lagrangians import Lagrangian
 from etdyn.solve.inner import Equation, Found, fixed_point
 from etdyn.solve.krylov import Image
 from etdyn.solve.steppers import Stepper, StepReport, settle
 from etdyn.systems import System
 
-__all__ = ["ImplicitMidpoint", "ImplicitStepper", "StepEquation"]
+__all__ = ["ImplicitStepper", "MatrixFreeMidpoint", "StepEquation"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class StepEquation(Equation):
     @cached_property
     def curvature(self) -> float:
         """h+ of the interaction."""
-        return curvature_bound(self.system.interaction, self.x.shape[1])
+        return self.system.interaction.curvature_bound(self.x.shape[1])
 
     def relaxation(self, q: Tensor) -> Tensor:
         """1 / (1 + h h+ gamma / (2 sigma)), or a quarter where h+ is not known.
@@ -74,7 +73,7 @@ class StepEquation(Equation):
         return 1 / (1 + 0.5 * self.curvature * self.step * rate)
 
     @property
-    def lagrangian(self) -> LayerNorm:
+    def lagrangian(self) -> Lagrangian:
         """Of the system."""
         return self.system.lagrangian
 
@@ -154,8 +153,8 @@ class ImplicitStepper(Stepper, ABC):
         return found, taken
 
 
-class ImplicitMidpoint(ImplicitStepper):
-    """x+ = x + h v(xm), the velocity in the middle; order 2, symmetric.
+class MatrixFreeMidpoint(ImplicitStepper):
+    """Implicit midpoint: x+ = x + h v(xm), the velocity in the middle; order 2, symmetric.
 
         et      xm = (x + x+)/2,  v = f(xm)
         leaky   the same with v = f(xm) - xm, so xm = (x + h/2 f) / (1 + h/2)
@@ -167,7 +166,7 @@ class ImplicitMidpoint(ImplicitStepper):
     Source: Hairer, Lubich, Wanner 2006, II.1.2 and V.1; McLachlan, Modin, Verdier 2014 (sphere).
     """
 
-    name = "implicit_midpoint"
+    name = "matrix_free_midpoint"
 
     def equation(self, system: System, x: Tensor, h: Tensor) -> StepEquation:
         """See `ImplicitStepper`."""
@@ -211,7 +210,8 @@ class _LeakyMidpoint(_Midpoint):
 @dataclass(frozen=True)
 class _SphereMidpoint(_Midpoint):
     def _push(self, q: Tensor) -> Tensor:
-        return 0.5 * self.step / self.lagrangian.gamma * self.lagrangian.centre(q)
+        lagrangian = self.system.layer_norm
+        return 0.5 * self.step / lagrangian.gamma * lagrangian.centre(q)
 
     def middle(self, q: Tensor) -> Tensor:
         w = self.x + self._push(q)
@@ -235,7 +235,7 @@ class _MidpointImage(Image):
 
     def derivative(self, v: Tensor) -> Tensor:
         u = self.equation.activation_derivative(self.q, self.middle, v)
-        return -self.equation.system.interaction.hvp(self.g, u)
+        return self.equation.system.interaction.force_jvp(self.g, u)
 
 
 def reflect(x: Tensor, w: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ def implicit(
 
     Args:
         system: under the "leaky" or the "et" dynamics, which share these equilibria; an
-            interaction with `hvp`.
+            interaction that has an energy.
         x: `(batch, token, feature)`, as `find_equilibrium` returns it.
         tol: largest |x - force(x)| / |force(x)|; None is the root of the dtype's rounding.
         rtol: of the linear solve, |w - K^T lambda| <= rtol |w|; None is rounding^(2/3).
@@ -110,8 +110,8 @@ def _check(
     if system.dynamics not in ("leaky", "et"):
         raise bad("system", 'dynamics "leaky" or "et" with gradient="implicit"',
                   repr(system.dynamics))  # fmt: skip
-    if not hasattr(system.interaction, "hvp"):
-        raise bad("system", "an interaction with `hvp`", type(system.interaction).__name__)
+    if not system.has_energy:
+        raise bad("system", "an interaction that has an energy", type(system.interaction).__name__)
     system.check(x)
     for name, value in (("tol", tol), ("rtol", rtol)):
         if value is not None:
@@ -157,7 +157,7 @@ class _Solver:
             return system.keep(system.lagrangian.metric(x, v))
 
         def hessian(u: Tensor) -> Tensor:
-            return system.interaction.hvp(g, u)
+            return system.potential.hvp(g, u)
 
         mu, pulled = torch.zeros_like(w), hessian(w)
         residual = -metric(pulled)  # of lambda = w

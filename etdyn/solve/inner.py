@@ -17,7 +17,7 @@ from torch import Tensor
 from etdyn.solve.krylov import Image, gmres
 from etdyn.solve.rows import Rows
 
-__all__ = ["Equation", "Found", "InnerMethod", "fixed_point"]
+__all__ = ["Equation", "Found", "InnerMethod", "InnerReport", "fixed_point"]
 
 MEMORY = 5  # differences that Anderson mixing keeps
 # iterations without a tenfold smaller residual before the next method takes over; relaxed ones
@@ -35,6 +35,35 @@ class InnerMethod(IntEnum):
     ACCELERATED = 2  # Anderson mixing
     RELAXED = 3  # the same with shorter steps
     NEWTON_KRYLOV = 4
+
+
+@dataclass
+class InnerReport:
+    """How the implicit equations of a solve were solved, per sample.
+
+    Attributes:
+        residual: float64 `(batch,)`, the largest relative residual of a step that was taken.
+        methods: int64 `(batch, method)`, steps by the most elaborate `InnerMethod` they needed.
+    """
+
+    residual: Tensor
+    methods: Tensor
+
+    @classmethod
+    def empty(cls, batch: int) -> InnerReport:
+        """Before the first step."""
+        steps = torch.zeros(batch, len(InnerMethod), dtype=torch.int64)
+        return cls(torch.zeros(batch, dtype=torch.float64), steps)
+
+    def note(self, rows: Tensor, residual: Tensor, method: Tensor) -> None:
+        """One more step of these samples."""
+        self.residual[rows] = torch.maximum(self.residual[rows], residual.double().cpu())
+        self.methods[rows, method.long().cpu()] += 1
+
+    def describe(self) -> dict[str, object]:
+        """As JSON can hold it."""
+        steps = {m.name.lower(): self.methods[:, m].tolist() for m in InnerMethod if m}
+        return {"residual": self.residual.tolist(), "steps": steps}
 
 
 @dataclass(frozen=True)

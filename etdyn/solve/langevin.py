@@ -1,4 +1,4 @@
-"""Noise: the Langevin dynamics of the Gibbs measure, and the published isotropic noise.
+"""Noise whose stationary law is the Gibbs measure.
 
 One draw serves the whole batch, so a sample's noise depends on its place in it.
 """
@@ -15,7 +15,7 @@ from etdyn.lagrangians import LayerNorm
 from etdyn.solve.steppers import Stepper, StepReport, move
 from etdyn.systems import System
 
-__all__ = ["IsotropicNoise", "MirrorLangevin"]
+__all__ = ["MirrorLangevin"]
 
 RADIAL = 0.1  # largest variance of the relative change of a token's sigma in one step
 
@@ -47,7 +47,17 @@ class MirrorLangevin(Stepper):
     Where the noise on the length of a token would be above `RADIAL`, the step of that sample is
     shortened to RADIAL gamma eps / (2 T sigma), which shows as `shrunk`. The bound depends on the
     state, so averages over such a run must weight the states by `taken`, or be taken at equal
-    times over samples. One evaluation.
+    times over samples, as those of a `Solution` are. One evaluation.
+
+    The published noise, `descend(noise=s)`, has covariance s^2 instead of 2 T M^-1, and is not the
+    Langevin noise of exp(-E/T) for any s and T, except on the sphere:
+
+    - et: tokens drift away and the same kick turns them less and less, sigma ~ t; the noise
+      anneals itself, and g freezes.
+    - leaky: stationary, but with another law. For a constant force f, x is normal around f with
+      variance s^2/2, and g is a projected normal instead of an exponential of E.
+    - sphere: normalising removes the noise on the length, so that s = sqrt(2 T)/gamma has the law
+      above as h -> 0.
 
     Args:
         temperature: T > 0.
@@ -65,10 +75,18 @@ class MirrorLangevin(Stepper):
         check_positive("temperature", temperature)
         self.temperature, self.generator = float(temperature), generator
 
+    @classmethod
+    def seeded(
+        cls, temperature: float, seed: int = 0, device: torch.device | None = None
+    ) -> MirrorLangevin:
+        """With a generator of its own."""
+        generator = torch.Generator(device or torch.device("cpu")).manual_seed(int(seed))
+        return cls(temperature, generator)
+
     def step(self, system: System, x: Tensor, h: Tensor) -> StepReport:
         """See `Stepper`. Differentiable."""
         self.check(system, x, h)
-        lagrangian, taken = system.lagrangian, h
+        lagrangian, taken = system.layer_norm, h
         xi = _normal(x, self.generator)
         if system.dynamics == "sphere":
             noise = lagrangian.tangent(x, xi) / lagrangian.gamma
@@ -84,7 +102,7 @@ class MirrorLangevin(Stepper):
         return StepReport.explicit(moved, h, taken, once)
 
     def _longest(self, system: System, x: Tensor) -> Tensor:
-        lagrangian = system.lagrangian
+        lagrangian = system.layer_norm
         sigma = system.keep(lagrangian.sigma(x).unsqueeze(-1)).amax((1, 2))
         return RADIAL * lagrangian.gamma * lagrangian.eps / (2 * self.temperature * sigma)
 
@@ -95,39 +113,6 @@ def _inverse_root_metric(lagrangian: LayerNorm, x: Tensor, v: Tensor) -> Tensor:
     sigma = lagrangian.sigma(x).unsqueeze(-1)
     along = lagrangian.centre(v) - tangent
     return (sigma / lagrangian.gamma).sqrt() * (tangent + sigma / math.sqrt(lagrangian.eps) * along)
-
-
-class IsotropicNoise(Stepper):
-    """The published noise: x+ = x + h v + sqrt(h) s xi, xi standard normal. One evaluation.
-
-    It is not the Langevin noise of exp(-E/T), for any s and T, except on the sphere.
-    - et: covariance 1 instead of M^-1. Tokens drift away and the same kick turns them less and
-      less, sigma ~ t: the noise anneals itself, and g freezes.
-    - leaky: stationary, but with another law. For a constant force f, x is normal around f with
-      variance s^2/2, and g is a projected normal instead of an exponential of E.
-    - sphere: normalising removes the noise on the length, so that s = sqrt(2 T)/gamma has the
-      law of `MirrorLangevin` as h -> 0.
-
-    Args:
-        noise: s >= 0 (0.02 as published).
-        generator: of the noise.
-
-    Source: Hoover et al. 2023, equation 27; ET section 1.4, ET-F33.
-    """
-
-    name = "isotropic_noise"
-
-    def __init__(self, noise: float, generator: torch.Generator | None = None) -> None:
-        check_positive("noise", noise, zero=True)
-        self.noise, self.generator = float(noise), generator
-
-    def step(self, system: System, x: Tensor, h: Tensor) -> StepReport:
-        """See `Stepper`. Differentiable."""
-        self.check(system, x, h)
-        kick = self.noise * system.keep(_normal(x, self.generator))
-        moved = move(system, x, h, system.velocity(0.0, x) + kick / h.sqrt()[:, None, None])
-        once = torch.ones(len(x), dtype=torch.int64, device=x.device)
-        return StepReport.explicit(moved, h, h, once)
 
 
 def _normal(x: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -1,9 +1,10 @@
-"""Methods of torchdiffeq by name, validated: what is installed, what each needs and accepts."""
+"""Methods by name, validated: what torchdiffeq has installed, what is ours, what each needs."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,9 +15,14 @@ from torchdiffeq._impl.scipy_wrapper import ScipyWrapperODESolver
 from torchdiffeq._impl.solvers import FixedGridODESolver
 
 from etdyn.checks import bad, check_count, check_positive
+from etdyn.solve.descent import GuardedEuler
+from etdyn.solve.discrete_gradient import DiscreteGradient
+from etdyn.solve.implicit import MatrixFreeMidpoint
+from etdyn.solve.langevin import MirrorLangevin
+from etdyn.solve.steppers import Stepper
 from etdyn.solve.tableaus import TABLEAUS
 
-__all__ = ["Method", "available_methods"]
+__all__ = ["STEPPERS", "Method", "available_methods"]
 
 # Set by the adapter itself, or meaningless to a user.
 _RESERVED = {
@@ -26,10 +32,17 @@ _RESERVED = {
 
 
 _BATCHED = tuple(f"batched_{name}" for name in TABLEAUS)
+STEPPERS: dict[str, Callable[..., Stepper]] = {
+    cls.name: cls for cls in (GuardedEuler, DiscreteGradient, MatrixFreeMidpoint)
+}
+_NOISY = {MirrorLangevin.name: MirrorLangevin.seeded}
 
 
 def available_methods(fixed_step: bool | None = None) -> tuple[str, ...]:
-    """The methods that `solve` knows: those of the installed torchdiffeq, and the batched ones.
+    """The methods that `solve` knows: those of the installed torchdiffeq, and ours.
+
+    Ours are the batched pairs and the steppers. Beside these, `Method` knows "mirror_langevin",
+    which adds noise.
 
     fixed_step: only those that need a `step` (True), or only those that choose it (False).
     """
@@ -38,7 +51,8 @@ def available_methods(fixed_step: bool | None = None) -> tuple[str, ...]:
         for name, solver in SOLVERS.items()
         if fixed_step is None or issubclass(solver, FixedGridODESolver) == fixed_step
     ]
-    return tuple(sorted(offered + ([] if fixed_step else list(_BATCHED))))
+    ours = ([] if fixed_step else list(_BATCHED)) + ([] if fixed_step is False else list(STEPPERS))
+    return tuple(sorted(offered + ours))
 
 
 @dataclass(frozen=True)
@@ -50,7 +64,9 @@ class Method:
         step: largest step of a fixed-step method; every save interval is cut into equal steps
             no larger than this, so that save times are met exactly.
         rtol, atol: tolerances of an adaptive method, on the largest per-sample RMS error.
-        options: further options of the torchdiffeq method by name (`first_step`, `max_order`).
+        options: further options by name: `first_step`, `max_order`, ... of torchdiffeq's methods;
+            `slack`, `halvings`, `tol` of the steppers; `temperature` and `seed` of
+            "mirror_langevin".
 
     Raises:
         ValueError, TypeError: an unknown name (the message lists the installed ones), a
@@ -64,8 +80,9 @@ class Method:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.name not in available_methods():
-            raise bad("method", "one of " + ", ".join(available_methods()), repr(self.name))
+        if self.name not in available_methods() + tuple(_NOISY):
+            names = ", ".join(available_methods() + tuple(_NOISY))
+            raise bad("method", f"one of {names}", repr(self.name))
         if self.fixed_step:
             if self.step is None:
                 raise bad("step", f"a step size for the fixed-step method {self.name!r}", None)
@@ -80,11 +97,32 @@ class Method:
             raise bad("options", f"options of {self.name!r}: {known}", sorted(unknown))
         if "max_order" in self.options:
             check_count("max_order", self.options["max_order"], least=4)
+        if self.stepping:
+            missing = {"temperature"} & self.known_options - set(self.options)
+            if missing:
+                raise bad("options", f"an option {missing.pop()!r} for {self.name!r}", "none")
+            self.stepper(torch.device("cpu"))  # raises where a value is out of range
 
     @property
     def per_sample(self) -> bool:
         """Whether every sample has its own time and steps (the batched methods)."""
         return self.name in _BATCHED
+
+    @property
+    def stepping(self) -> bool:
+        """Whether a stepper of ours moves every sample (guarded, implicit or noisy steps)."""
+        return self.name in STEPPERS or self.name in _NOISY
+
+    def stepper(self, device: torch.device) -> Stepper:
+        """A new stepper, its noise on this device."""
+        if self.name in _NOISY:
+            return _NOISY[self.name](**self.options, device=device)
+        return STEPPERS[self.name](**self.options)
+
+    def pieces(self, span: float) -> int:
+        """How many equal steps of at most `step` make up this time, forwards or backwards."""
+        assert self.step is not None
+        return max(1, math.ceil(abs(span) / self.step * (1 - 1e-12)))
 
     @property
     def _solver(self) -> type:
@@ -95,7 +133,7 @@ class Method:
     @property
     def fixed_step(self) -> bool:
         """Whether the method steps on a grid."""
-        return issubclass(self._solver, FixedGridODESolver)
+        return self.stepping or issubclass(self._solver, FixedGridODESolver)
 
     @property
     def multistep(self) -> bool:
@@ -104,7 +142,9 @@ class Method:
 
     @property
     def differentiable(self) -> bool:
-        """Whether gradients pass through the method (scipy's do not)."""
+        """Whether gradients pass through the method (scipy's and implicit steps do not)."""
+        if self.name in STEPPERS:
+            return self.name == GuardedEuler.name
         return not issubclass(self._solver, ScipyWrapperODESolver)
 
     @property
@@ -112,6 +152,9 @@ class Method:
         """The names that `options` may hold, read from the installed solver."""
         if self.per_sample:
             return frozenset({"first_step", "min_step"})
+        if self.stepping:
+            make = _NOISY.get(self.name) or STEPPERS[self.name]
+            return frozenset(inspect.signature(make).parameters) - {"device"}
         names: set[str] = set()
         for cls in self._solver.__mro__[:-1]:
             if "__init__" in vars(cls):

@@ -19,6 +19,7 @@ from etdyn.solve.relaxation import Accelerated, Point
 __all__ = ["NewtonKrylov", "lowest_curvature"]
 
 SHORTEST = 2.0**-4  # share of a Newton step below which the map takes over
+BLIND_WAIT = 200  # steps after which, without an energy, a map that will not settle is helped
 HOLD = 4  # steps of the map after a Newton step that failed; doubles each time
 
 
@@ -32,16 +33,21 @@ class NewtonKrylov(Accelerated):
 
     def __init__(self, start: Point, damping: float, tol: float) -> None:
         super().__init__(start, damping)
-        self.tol = tol
+        self.tol, self.blind = tol, not start.system.has_energy
         self.step = torch.zeros_like(start.z)
         self.share = torch.zeros_like(start.merit)  # of the step tried last; 0: none to go on with
         self.wait = torch.zeros_like(self.streak)
+        self.steps = torch.zeros_like(self.streak)
         self.hold = torch.full_like(self.streak, HOLD)
 
     def ready(self, left: Tensor) -> Tensor:
-        """Settled, not waiting after a failure, and sure to stay within the evaluations left."""
+        """Settled, not waiting after a failure, and sure to stay within the evaluations left.
+
+        A coupling can turn the map round for ever: without an energy, after `BLIND_WAIT` steps.
+        """
         affordable = (left > KRYLOV_LIMIT) | (self.share > 0)
-        return self.settled & (self.wait == 0) & affordable
+        settled = self.settled | (self.blind & (self.steps >= BLIND_WAIT))
+        return settled & (self.wait == 0) & affordable
 
     def leap(self, point: Point, rows: Tensor) -> tuple[Tensor, Tensor]:
         """A new Newton step, or a shorter one in the same direction."""
@@ -67,6 +73,7 @@ class NewtonKrylov(Accelerated):
     def learn(self, old: Point, new: Point, worse: Tensor) -> None:
         """Halve a step that failed, or wait."""
         leapt = self.leaps & ~self.escaping
+        self.steps += 1
         super().learn(old, new, worse)
         half = torch.where(leapt & worse, self.share / 2, 0.0)
         failed = leapt & worse & (half < SHORTEST)

@@ -15,44 +15,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from etdyn.lagrangians import LayerNorm
 from etdyn.solve.krylov import Image
 from etdyn.solve.rows import Rows
 from etdyn.systems import System
 
-__all__ = ["Accelerated", "Anderson", "Curved", "Point", "Relaxation", "evaluate"]
+__all__ = ["Accelerated", "Anderson", "Point", "Relaxation", "evaluate"]
 
 SETTLED = 0.02  # relative change of g in a step, below which leaps start
 PATIENCE = 8  # good steps before a longer one is tried
 ESCAPES = 4  # lengths tried to leave a saddle
+BLIND = 2.0**-6  # share of `damping` above which, without an energy, F - x may not grow
 WORST_GROWTH = 4.0  # of |F(x) - x|^2 in an accelerated step along which the energy is flat
-
-
-class Forces(Protocol):
-    """The least that an interaction has."""
-
-    def force(self, g: Tensor) -> Tensor:
-        """What pulls on x."""
-
-
-@runtime_checkable
-class Energetic(Protocol):
-    """An interaction whose force comes from an energy."""
-
-    def energy_and_force(self, g: Tensor) -> tuple[Tensor, Tensor]:
-        """E `(batch,)` and -grad_g E."""
-
-
-@runtime_checkable
-class Curved(Protocol):
-    """An interaction that knows its Hessian."""
-
-    def hvp(self, g: Tensor, u: Tensor) -> Tensor:
-        """The Hessian at g times u."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +61,9 @@ class Point(Image):
         return _metric(self.system, self.anchor, self.scale, v)
 
     def derivative(self, v: Tensor) -> Tensor:
-        """dF/dz v = -H M v. One evaluation."""
-        pull = -self.system.interaction.hvp(self.g, self.metric(v))
-        return self.system.lagrangian.centre(pull) if self.system.dynamics == "sphere" else pull
+        """dF/dz v, the derivative of the force along M v. One evaluation."""
+        pull = self.system.interaction.force_jvp(self.g, self.metric(v))
+        return LayerNorm.centre(pull) if self.system.dynamics == "sphere" else pull
 
     def converged(self, tol: float) -> Tensor:
         """Whether the residual is at most tol however it is rounded, and x = force(x), `(batch,)`.
@@ -116,13 +95,15 @@ class Point(Image):
 
 def evaluate(system: System, x: Tensor) -> Point:
     """Everything that one force tells about the state x of a leaky or sphere system."""
-    lagrangian, interaction = system.lagrangian, system.interaction
+    lagrangian = system.lagrangian
     g, anchor = system.keep(system.activation(x)), system._stand_in(x)
-    energy, force = _pull(interaction, g)
-    has_energy = isinstance(interaction, Energetic)
+    if system.has_energy:
+        energy, force = system.potential.energy_and_force(g)
+    else:
+        energy, force = torch.full_like(x[:, 0, 0], torch.nan), system.interaction.force(g)
     if system.dynamics == "sphere":
         size = force.abs().amax(-1, keepdim=True)
-        force = lagrangian.centre(force)
+        force = LayerNorm.centre(force)
         scale = force.square().mean(-1, keepdim=True).sqrt()
         moves = scale > 4 * torch.finfo(x.dtype).eps * size  # else the force has no direction
         scale = torch.where(moves, scale, torch.ones_like(scale))
@@ -138,21 +119,15 @@ def evaluate(system: System, x: Tensor) -> Point:
     momentum = _metric(system, anchor, scale, velocity)
     return Point(
         target, system, x, anchor, z, scale, g, energy,
-        merit if has_energy else torch.zeros_like(energy),
-        _norm(lagrangian.tangent(anchor, force)),
+        merit if system.has_energy else torch.zeros_like(energy),
+        _norm(system.keep(system._law.imbalance(lagrangian, anchor, force))),
         velocity, momentum, (velocity * momentum).sum((1, 2)),
     )  # fmt: skip
 
 
-def _pull(interaction: Forces, g: Tensor) -> tuple[Tensor, Tensor]:
-    if isinstance(interaction, Energetic):
-        return interaction.energy_and_force(g)
-    return torch.full_like(g[:, 0, 0], torch.nan), interaction.force(g)
-
-
 def _metric(system: System, anchor: Tensor, scale: Tensor, v: Tensor) -> Tensor:
     if system.dynamics == "sphere":
-        return system.lagrangian.gamma / scale * system.lagrangian.tangent(anchor, v)
+        return system.layer_norm.gamma / scale * system.lagrangian.tangent(anchor, v)
     return system.lagrangian.metric(anchor, v)
 
 
@@ -204,7 +179,10 @@ class Relaxation:
         flat = rise.abs() <= slack
         reversed_ = (new.velocity * old.momentum).sum((1, 2)) < 0
         longer = torch.where(self.leaps, self._too_long(old, new), new.speed2 > old.speed2)
-        return ~new.finite() | (rise > slack) | (flat & longer & (reversed_ | self.leaps))
+        wrong = reversed_ | self.leaps
+        if not old.system.has_energy:  # nothing but the residual tells a bad step
+            wrong = wrong | (self.eta > BLIND * self.damping)
+        return ~new.finite() | (rise > slack) | (flat & longer & wrong)
 
     def _too_long(self, old: Point, new: Point) -> Tensor:
         return new.speed2 > WORST_GROWTH * old.speed2

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from etdyn import store
 from etdyn.checks import bad
+from etdyn.solve.inner import InnerReport
 from etdyn.systems import System
 
 __all__ = [
@@ -69,11 +70,12 @@ class BacksolveReport:
 class Stats:
     """What a solve cost. One evaluation is one force per sample.
 
-    Batched methods count for every sample: int64 `(batch,)` instead of a number.
+    Batched methods and steppers count for every sample: int64 `(batch,)` instead of a number.
 
     `backward` counts evaluations of the backsolve gradient and grows while autograd runs; the
     direct gradient makes none. `unconverged` counts implicit Adams steps whose corrector gave up:
-    such a solution needs a smaller step. `at_save_times` holds the evaluations until each saved
+    such a solution needs a smaller step. `shrunk` counts steps that a stepper had to shorten, and
+    `inner` how it solved its equations. `at_save_times` holds the evaluations until each saved
     time. A method that does not report its steps has `None` there.
     """
 
@@ -85,6 +87,8 @@ class Stats:
     seconds: float = 0.0
     at_save_times: list[int] = field(default_factory=list)
     backsolve: BacksolveReport | None = None
+    shrunk: Tensor | None = None
+    inner: InnerReport | None = None
 
 
 @dataclass(frozen=True)
@@ -166,7 +170,7 @@ class Solution:
             Dataset with dims time, sample, token, feature and variables `x`, `energy`,
             `energy_<term>`, `interaction_energy`, `dissipation`, `residual`, `clock` (the mean
             over tokens of the intrinsic time tau, on straight paths between saved states),
-            `status`. All are dimensionless.
+            `status`. All are dimensionless. No energies where there are none.
         """
         values = self._saved_arrays() if self.saved else self._observables(relative)
         dims = ("time", "sample", "token", "feature")
@@ -177,7 +181,7 @@ class Solution:
             {"flag_values": [int(s) for s in Status], "flag_meanings": _MEANINGS},
         )
         data["t_end"] = (("sample",), self.t_end.numpy(), {"units": "1"})
-        for name in ("evaluations", "accepted", "rejected"):
+        for name in ("evaluations", "accepted", "rejected", "shrunk"):
             if isinstance(count := getattr(self.stats, name), Tensor):
                 data[name] = (("sample",), count.numpy())
         if states and not self.saved:
@@ -216,13 +220,16 @@ class Solution:
         store.save(self.to_xarray(states), path)
 
     def _observe(self, x: Tensor, relative: bool) -> dict[str, Tensor]:
+        values = {"residual": self.system.residual(x)}
+        if not self.system.has_energy:
+            return values
         terms = self.system.energies(x, relative)
         return {
             "energy": torch.stack(list(terms.values())).sum(0),
             **{f"energy_{name}": value for name, value in terms.items()},
             "interaction_energy": self.system.interaction_energy(x, relative),
             "dissipation": self.system.dissipation(x),
-            "residual": self.system.residual(x),
+            **values,
         }
 
     def _config(self, relative: bool) -> dict[str, Any]:
@@ -236,6 +243,8 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
     def plain(value: Any) -> Any:
         if isinstance(value, Tensor):
             return value.tolist()
+        if isinstance(value, InnerReport):
+            return value.describe()
         return vars(value) if isinstance(value, BacksolveReport) else value
 
     return {k: plain(v) for k, v in values.items()}

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from etdyn.checks import bad
 from etdyn.store import write_atomically
-from etdyn.systems import EnergyTransformer
 from etdyn.tasks.images import ImageCompletion
+from etdyn.transformer import EnergyTransformer
 
 __all__ = ["load_model", "load_official_checkpoint", "read_record", "save_model"]
 

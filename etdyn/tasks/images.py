@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from etdyn.checks import bad, check_count, check_finite, check_positive, check_tensor
 from etdyn.solve.euler import iterate
-from etdyn.systems import EnergyTransformer, System
+from etdyn.systems import System
+from etdyn.transformer import EnergyTransformer
 
 __all__ = ["ImageCompletion", "draw_masks", "masked_error", "patchify", "psnr", "unpatchify"]
 
@@ -113,7 +114,7 @@ class ImageCompletion(nn.Module):
         self.steps, self.step, self.norm_twice = steps, float(step), norm_twice
         self.patches = (height // patch) * (width // patch)
         width_in, dim = channels * patch * patch, system.dim
-        like = system.lagrangian.delta
+        like = system.lagrangian.like
         self.encoder = nn.Linear(width_in, dim, dtype=like.dtype)
         self.decoder = nn.Linear(dim, width_in, dtype=like.dtype)
         self.mask_token = nn.Parameter(torch.randn(dim, dtype=like.dtype) * dim**-0.5)

@@ -9,10 +9,10 @@ import torch
 
 from etdyn.checks import bad
 from etdyn.datasets import ImageSet, load_images
-from etdyn.systems import EnergyTransformer
 from etdyn.tasks.checkpoints import read_record, save_model
 from etdyn.tasks.images import ImageCompletion
 from etdyn.tasks.training import TrainConfig, completion_error, train
+from etdyn.transformer import EnergyTransformer
 
 __all__ = ["ModelConfig", "TrainCommand", "build_model", "parse_duration"]
 

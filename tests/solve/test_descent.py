@@ -1,5 +1,7 @@
 """Explicit steps and the energy: the descent lemma (ET-F20), and Euler guarded by it."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 from etdyn import Attention, LayerNorm, System
 from etdyn.problems import LinearEnergy
-from etdyn.solve.descent import GuardedEuler, curvature_bound, descent_bound
+from etdyn.solve.descent import GuardedEuler, descent_bound
 from etdyn.solve.steppers import Euler
 
 DYNAMICS = ["et", "leaky", "sphere"]
@@ -56,7 +58,7 @@ def test_et_f20_a_step_within_the_bound_never_raises_the_energy(make_case, dynam
 def test_et_f21_no_direction_curves_upwards_more_than_the_bound(make_case, data):
     case = make_case(data)
     _, tokens, dim = case.x.shape
-    top = curvature_bound(case.system.interaction, tokens)
+    top = case.system.interaction.curvature_bound(tokens)
     g = case.system.activation(case.x)[:1]
     basis = torch.eye(tokens * dim, dtype=g.dtype).reshape(-1, tokens, dim)
     hessian = case.system.interaction.hvp(g.expand(tokens * dim, -1, -1), basis).flatten(1)
@@ -74,8 +76,12 @@ def test_concave_energies_bound_no_step_and_the_leaky_map_has_one(make_case):
 
 @torch.no_grad()
 def test_an_unknown_energy_has_no_bound_and_is_guarded_all_the_same():
+    class Unknown(LinearEnergy):
+        def curvature_bound(self, tokens):
+            return math.inf
+
     v = torch.randn(3, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    system = System(LayerNorm(6).double(), LinearEnergy(v))
+    system = System(LayerNorm(6).double(), Unknown(v))
     x = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     assert (descent_bound(system, x) == 0).all()
     report = GuardedEuler().step(system, x, torch.full((2,), 100.0, dtype=torch.float64))

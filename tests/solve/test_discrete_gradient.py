@@ -14,7 +14,7 @@ from etdyn.datasets import digits
 from etdyn.problems import LinearEnergy
 from etdyn.solve.descent import GuardedEuler
 from etdyn.solve.discrete_gradient import DiscreteGradient, discrete_gradient
-from etdyn.solve.implicit import ImplicitMidpoint
+from etdyn.solve.implicit import MatrixFreeMidpoint
 from etdyn.solve.inner import InnerMethod
 
 DYNAMICS = ["et", "leaky", "sphere"]
@@ -165,7 +165,7 @@ def test_the_energy_never_rises_from_tiny_to_huge_steps(systems, dynamics):
 
 def test_the_implicit_midpoint_raises_it_so_these_tests_can_fail(systems):
     system, x = systems["random, softmax"]
-    rises, *_ = walk(ImplicitMidpoint(), system.with_dynamics("leaky"), x, 3).tolist()
+    rises, *_ = walk(MatrixFreeMidpoint(), system.with_dynamics("leaky"), x, 3).tolist()
     assert rises > 0
 
 
@@ -252,7 +252,7 @@ def test_the_spherical_midpoint_is_a_mirror(make_case, close):
     case = make_case(dynamics="sphere", hopfield="softmax")
     system, x = case.system, case.system.prepare(case.x)
     h = torch.full((2,), 0.05, dtype=torch.float64)
-    moved = ImplicitMidpoint().step(system, x, h).x
+    moved = MatrixFreeMidpoint().step(system, x, h).x
     middle = system.prepare(x + moved)
     close(moved - x, h[:, None, None] * system.velocity(0, middle), 1e-10)
 
@@ -262,7 +262,7 @@ def test_the_spherical_midpoint_is_a_mirror(make_case, close):
 def test_the_implicit_midpoint_is_what_it_says(make_case, close, dynamics):
     case = make_case(dynamics=dynamics, batch=3)
     h = torch.tensor([0.01, 1.0, 50.0], dtype=torch.float64)
-    report = ImplicitMidpoint().step(case.system, case.x, h)
+    report = MatrixFreeMidpoint().step(case.system, case.x, h)
     assert not report.shrunk.any()
     middle = 0.5 * (case.x + report.x)
     step = h[:, None, None] * case.system.velocity(0, middle)

@@ -102,6 +102,33 @@ def test_equals_the_dense_solve(case, close, hopfield):
     close(found, wanted, 1e-9)
 
 
+@pytest.mark.parametrize("method", ["map", "anderson", "newton-krylov", "flow"])
+def test_find_equilibrium_differentiates_what_it_found(case, close, method):
+    made = case(hopfield="softmax", eps=1e-2, weights=1.5)
+    x0 = made.x.clone().requires_grad_()
+    found = ed.find_equilibrium(made.system, x0, method, tol=1e-11, gradient="implicit")
+    assert found.converged.all() and not found.residual.requires_grad
+    wanted = gradients(implicit(made.system, found.x.detach()), made.system)
+    for a, b in zip(gradients(found.x, made.system, retain_graph=True), wanted, strict=True):
+        close(a, b, 1e-12)
+    (nothing,) = torch.autograd.grad(found.x.sum(), x0)
+    assert (nothing == 0).all(), "an isolated equilibrium forgets its start"
+    assert found.gradient.backward == 2 and found.gradient.residual.max() < 1e-10
+    plain = ed.find_equilibrium(made.system, x0, method, tol=1e-11)
+    assert torch.equal(plain.x, found.x) and not plain.x.requires_grad and plain.gradient is None
+
+
+def test_find_equilibrium_gives_no_gradient_of_what_it_has_not_found(case):
+    made = case()
+    with pytest.raises(ed.GradientError, match="not an equilibrium"):
+        ed.find_equilibrium(made.system, made.x, "map", max_evaluations=5, gradient="implicit")
+    with pytest.raises(ValueError, match="gradient"):
+        ed.find_equilibrium(made.system, made.x, gradient="direct")
+    with pytest.raises(ValueError, match="gradient"):
+        sphere = made.system.with_dynamics("sphere")
+        ed.find_equilibrium(sphere, made.x, gradient="implicit")
+
+
 def test_a_saddle(close):
     """Indefinite K, where conjugate gradients would break down."""
     torch.manual_seed(0)

@@ -14,7 +14,7 @@ from scipy.special import ive
 from etdyn import LayerNorm, System
 from etdyn.problems import LinearEnergy
 from etdyn.solve import iterate
-from etdyn.solve.langevin import RADIAL, IsotropicNoise, MirrorLangevin
+from etdyn.solve.langevin import RADIAL, MirrorLangevin
 
 DIM = 6
 N = DIM - 1  # features of a token orthogonal to the ones
@@ -56,6 +56,11 @@ def travel(stepper, system, x, h, time):
         report = stepper.step(system, x[rows], left[rows].clamp(max=h))
         assert not report.failed.any() and (report.evaluations == 1).all()
         x[rows], left[rows] = report.x, left[rows] - report.taken
+    return x
+
+
+def last(states):
+    *_, x = states
     return x
 
 
@@ -141,9 +146,8 @@ def test_published_noise_freezes_the_published_tokens():
     """The law is not stationary: sigma grows, the noise anneals, and g ends at v."""
     x, generator = start(1000)
     published, means = system("et"), []
-    stepper = IsotropicNoise(2**0.5, generator)
     for _ in range(3):
-        x = travel(stepper, published, x, 2.0, 100.0)
+        x = last(iterate(published, x, 2.0, 50, noise=2**0.5, generator=generator))
         means.append(along(published, x)[0].mean())
     assert mean_resultant(N, KAPPA) < 0.43
     assert 0.9 < means[0] < means[1] < means[2]
@@ -155,7 +159,7 @@ def test_published_noise_gives_leaky_tokens_a_projected_normal_instead():
     temperature = 0.1
     x, generator = start(3000)
     leaky, s = system("leaky"), (2 * temperature) ** 0.5
-    x = travel(IsotropicNoise(s, generator), leaky, x, 0.02, 6.0)
+    x = last(iterate(leaky, x, 0.02, 300, noise=s, generator=generator))
     t, _ = along(leaky, x)
     normal = s / 2**0.5 * torch.randn(3000, DIM, generator=generator, dtype=torch.float64)
     direct, _ = along(leaky, (leaky.linear.v + normal)[:, None])
@@ -163,15 +167,6 @@ def test_published_noise_gives_leaky_tokens_a_projected_normal_instead():
     error = t.std() / len(t) ** 0.5
     assert abs(t.mean() - mean_resultant(N, KAPPA / temperature)) > 10 * error
     assert stats.kstest(t, law(N, KAPPA / temperature)).pvalue < 1e-4
-
-
-@torch.no_grad()
-def test_published_noise_is_the_one_of_the_discrete_model(make_case, close):
-    case = make_case()
-    drawn = [torch.Generator().manual_seed(5) for _ in range(2)]
-    (expected,) = iterate(case.system, case.x, 0.1, 1, noise=0.3, generator=drawn[0])
-    h = torch.full((2,), 0.1, dtype=torch.float64)
-    close(IsotropicNoise(0.3, drawn[1]).step(case.system, case.x, h).x, expected, 1e-14)
 
 
 @pytest.mark.parametrize("dynamics", ["et", "leaky", "sphere"])
@@ -199,10 +194,9 @@ def test_absent_tokens_feel_no_noise(make_case):
     case = make_case(tokens=3)
     tokens = torch.tensor([[True, False, True], [True, True, True]])
     masked, h = case.system.masked(tokens), torch.full((2,), 1e-3, dtype=torch.float64)
-    for stepper in (MirrorLangevin(1.0), IsotropicNoise(1.0)):
-        report = stepper.step(masked, case.x, h)
-        assert torch.equal(report.x[0, 1], case.x[0, 1])
-        assert not torch.equal(report.x[0, 0], case.x[0, 0])
+    x = MirrorLangevin(1.0).step(masked, case.x, h).x
+    assert torch.equal(x[0, 1], case.x[0, 1])
+    assert not torch.equal(x[0, 0], case.x[0, 0])
 
 
 @torch.no_grad()

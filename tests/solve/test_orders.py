@@ -9,6 +9,8 @@ import torch
 from torchdiffeq._impl.odeint import SOLVERS
 
 import etdyn as ed
+from etdyn.problems import anisotropic_well, linear_flow
+from etdyn.solve.methods import STEPPERS
 from etdyn.solve.tableaus import TABLEAUS
 
 ORDERS = {
@@ -51,7 +53,7 @@ def slope(sizes, errors):
 
 
 def test_every_fixed_step_method_has_a_known_order():
-    assert set(ORDERS) == set(ed.available_methods(True))
+    assert set(ORDERS) == set(ed.available_methods(True)) - set(STEPPERS)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
@@ -91,7 +93,11 @@ def stability_function(name, z):
     return 1 + z * sum(w * k for w, k in zip(b, stages, strict=False))
 
 
-ONE_STEP = [n for n in ed.available_methods() if "adams" not in n and n != "scipy_solver"]
+ONE_STEP = [
+    n
+    for n in ed.available_methods()
+    if "adams" not in n and n != "scipy_solver" and n not in STEPPERS
+]
 
 
 @pytest.mark.parametrize("name", ONE_STEP)
@@ -109,3 +115,42 @@ def test_one_step_is_the_tableaus_stability_function(name):
         assert int(torch.as_tensor(found.stats.accepted)) == 1
         wanted = stability_function(name, z)
         assert abs(complex(*found.x[-1, 0, 0].tolist()) - wanted) < 1e-13 * max(1, abs(wanted))
+
+
+def steppers_answer(name, z):
+    return 1 + z if name == "guarded_euler" else (1 + z / 2) / (1 - z / 2)
+
+
+@pytest.mark.parametrize("name", STEPPERS)
+def test_one_step_of_a_stepper_is_its_stability_function(name):
+    """On x' = z x; those that need an energy on real z, which is all that a gradient flow has."""
+    for k in range(20):
+        z = cmath.rect(0.2 + 0.15 * k, 2.4 * k)
+        if name != "matrix_free_midpoint":
+            z = complex(-abs(z), 0.0)  # an energy that falls
+        turn = torch.tensor([[z.real, -z.imag], [z.imag, z.real]], dtype=torch.float64)
+        x0 = torch.tensor([[[1.0], [0.0]]], dtype=torch.float64)
+        if z.imag:
+            system = linear_flow(turn + torch.eye(2).double(), x0).system  # leaky: J - 1 = z
+        else:
+            system = anisotropic_well(-z.real * torch.ones(2, 1).double(), x0).system
+        found = ed.solve(system, x0, [0.0, 1.0], ed.Method(name, step=1.0), gradient=None)
+        if name == "guarded_euler" and abs(1 + z) > 1:  # such a step would raise the energy
+            assert int(found.stats.shrunk) > 0
+            continue
+        assert int(found.stats.accepted) == 1 and int(found.stats.shrunk) == 0
+        wanted = steppers_answer(name, z)
+        assert abs(complex(*found.x[-1, 0, :, 0].tolist()) - wanted) < 1e-12 * max(1, abs(wanted))
+
+
+@pytest.mark.parametrize("name", STEPPERS)
+def test_order_of_a_stepper(name):
+    x0 = torch.tensor([[[1.0, -0.5]]], dtype=torch.float64)
+    problem = anisotropic_well(torch.tensor([[1.0, 0.4]]).double(), x0)
+    sizes, wanted = [1.5 / n for n in (64, 128, 256)], problem.exact(1.5)
+    errors = []
+    for h in sizes:
+        found = ed.solve(problem.system, x0, [0.0, 1.5], name, step=h, gradient=None)
+        errors.append(float((found.x[-1] - wanted).abs().max()))
+    order = 1 if name == "guarded_euler" else 2
+    assert slope(sizes, errors) == pytest.approx(order, abs=0.2)

@@ -14,6 +14,7 @@ from torchdiffeq._impl.odeint import SOLVERS
 
 import etdyn as ed
 from etdyn.solve import Interpolant
+from etdyn.solve.methods import STEPPERS
 
 
 def smooth_system(seed: int = 0) -> ed.EnergyTransformer:
@@ -53,7 +54,8 @@ def broken(kind):
 
 
 def test_offered_methods_are_the_installed_ones_and_ours():
-    ours = {"batched_bosh3", "batched_dopri5", "batched_tsit5"}
+    assert set(STEPPERS) == {"guarded_euler", "discrete_gradient", "matrix_free_midpoint"}
+    ours = {"batched_bosh3", "batched_dopri5", "batched_tsit5"} | set(STEPPERS)
     assert set(ed.available_methods()) == set(SOLVERS) | ours
     fixed, adaptive = ed.available_methods(True), ed.available_methods(False)
     assert set(fixed) | set(adaptive) == set(SOLVERS) | ours
@@ -74,7 +76,9 @@ def test_every_method_reaches_the_same_state(system, x0, name):
     )
     error = float((found.x - reference.x).abs().max())
     bounds = {
-        "euler": 0.1, "midpoint": 2e-3, "heun2": 2e-3, "heun3": 2e-5, "explicit_adams": 5e-6,
+        "euler": 0.1, "guarded_euler": 0.1, "discrete_gradient": 2e-3,
+        "matrix_free_midpoint": 2e-3, "midpoint": 2e-3,
+        "heun2": 2e-3, "heun3": 2e-5, "explicit_adams": 5e-6,
         "fehlberg2": 3e-4, "adaptive_heun": 5e-5, "bosh3": 2e-5, "batched_bosh3": 2e-6,
     }  # fmt: skip
     assert error < bounds.get(name, 5e-7)

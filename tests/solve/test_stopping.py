@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import etdyn as ed
+from etdyn.solve.methods import STEPPERS
 
 
 @pytest.fixture
@@ -39,11 +40,11 @@ def test_every_method_stops_where_the_quantity_has_fallen(system, x0, name, quan
     assert found.failure is None
     assert 0 < float(found.t_end.min()) <= float(found.t_end.max()) < float(times[-1])
     assert bool(stop.arrived(system, found.x_end).all())
-    if name.startswith("batched"):  # samples end one by one
+    if name.startswith("batched") or name in STEPPERS:  # samples end one by one
         assert torch.equal(found.t, times.double())
         gone = found.t[:, None] > found.t_end
         assert torch.equal(torch.isnan(found.x[..., 0, 0]), gone)
-        assert len(set(found.t_end.tolist())) == 3
+        assert len(set(found.t_end.tolist())) > 1
         return
     assert not bool(stop.arrived(system, found.x[-3]).all())
     kept = found.t[:-1]

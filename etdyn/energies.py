@@ -232,6 +232,18 @@ class Attention(Energy):
         keys, queries, logits, _, rows = self._scores(g)
         return self._force(keys, queries, self._softmax(logits, rows))
 
+    def head_forces(self, g: Tensor) -> Tensor:
+        """The force of every head, on tokens as queries and as keys; they sum to the force.
+
+        Returns:
+            `(head, 2, batch, token, feature)`.
+        """
+        keys, queries, logits, _, rows = self._scores(g)
+        weights = self._softmax(logits, rows)
+        as_query = torch.einsum("bhty,hyd->hbtd", weights @ keys, self.query)
+        as_key = torch.einsum("bhty,hyd->hbtd", weights.mT @ queries, self.key)
+        return torch.stack([as_query, as_key], 1)
+
     def hvp(self, g: Tensor, u: Tensor) -> Tensor:
         """The Hessian of E times u (ET-F10), with dP = beta P (dA - sum_b P dA)."""
         keys, queries, logits, _, rows = self._scores(g)
@@ -305,14 +317,17 @@ class Hopfield(Energy):
         n = 2 if self.kind == "relu" else self.power
         return self._keep(-h.relu().pow(n).sum(-1) / n).sum(1)
 
-    def _force(self, h: Tensor) -> Tensor:
+    def _response(self, h: Tensor) -> Tensor:
         if self.kind == "softmax":
-            weights = (self.beta * h).softmax(-1)
-        elif self.kind == "relu":
-            weights = h.relu()
-        else:
-            weights = h.relu().pow(self.power - 1)
-        return self._keep(weights @ self.memories)
+            return (self.beta * h).softmax(-1)
+        return h.relu() if self.kind == "relu" else h.relu().pow(self.power - 1)
+
+    def response(self, g: Tensor) -> Tensor:
+        """r(h): how strongly each memory pulls, `(batch, token, memory)`; force = r memories."""
+        return self._keep(self._response(self._overlaps(g)))
+
+    def _force(self, h: Tensor) -> Tensor:
+        return self._keep(self._response(h) @ self.memories)
 
     def energy_and_force(self, g: Tensor, relative: bool = False) -> tuple[Tensor, Tensor]:
         """See `Energy`. The force is r(h) memories with r the derivative of the nonlinearity."""

@@ -50,6 +50,10 @@ class Lagrangian(nn.Module, ABC):
         """M^1/2 v, with the symmetric root."""
 
     @abstractmethod
+    def metric_root_inverse(self, x: Tensor, v: Tensor) -> Tensor:
+        """M^-1/2 v; zero along the null directions of M."""
+
+    @abstractmethod
     def dual(self, g: Tensor) -> Tensor:
         """The convex conjugate L*(g) = sup_x (x.g - L(x)) of every token."""
 
@@ -101,6 +105,10 @@ class _Elementwise(Lagrangian):
     def metric_root(self, x: Tensor, v: Tensor) -> Tensor:
         """M^1/2 v."""
         return self.slope(x).sqrt() * v
+
+    def metric_root_inverse(self, x: Tensor, v: Tensor) -> Tensor:
+        """M^-1/2 v."""
+        return v / self.slope(x).sqrt()
 
     def extra_repr(self) -> str:
         """What `print` shows."""
@@ -284,6 +292,14 @@ class LayerNorm(Lagrangian):
         along = self.centre(v) - tangent
         root: Tensor = (self.gamma / sigma).sqrt()
         return torch.mul(root, tangent + self.eps**0.5 / sigma * along)
+
+    def metric_root_inverse(self, x: Tensor, v: Tensor) -> Tensor:
+        """M^-1/2 v = sqrt(sigma/gamma) (P v + (sigma/sqrt(eps)) (y.v) y/|y|^2)."""
+        tangent, sigma = self.tangent(x, v), self.sigma(x).unsqueeze(-1)
+        along = self.centre(v) - tangent
+        stretched = sigma / self.eps**0.5 * along if self.eps else 0.0
+        root: Tensor = (sigma / self.gamma).sqrt()
+        return torch.mul(root, tangent + stretched)
 
     def dual(self, g: Tensor) -> Tensor:
         """L*(g) = -sqrt(D eps) sqrt(R^2 - |g - delta|^2), R = gamma sqrt(D); `(..., token)`.

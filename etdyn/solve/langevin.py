@@ -5,13 +5,10 @@ One draw serves the whole batch, so a sample's noise depends on its place in it.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from etdyn.checks import bad, check_positive
-from etdyn.lagrangians import LayerNorm
 from etdyn.solve.steppers import Stepper, StepReport, move
 from etdyn.systems import System
 
@@ -93,7 +90,7 @@ class MirrorLangevin(Stepper):
         elif lagrangian.eps == 0:
             raise bad("system", "eps > 0, or the sphere dynamics, for a Gibbs measure", "eps 0")
         else:
-            noise = _inverse_root_metric(lagrangian, x, xi)
+            noise = lagrangian.metric_root_inverse(x, xi)
             taken = h.minimum(self._longest(system, x))
         v = system.velocity(0.0, x)
         kick = (2 * self.temperature / taken).sqrt()[:, None, None] * system.keep(noise)
@@ -105,14 +102,6 @@ class MirrorLangevin(Stepper):
         lagrangian = system.layer_norm
         sigma = system.keep(lagrangian.sigma(x).unsqueeze(-1)).amax((1, 2))
         return RADIAL * lagrangian.gamma * lagrangian.eps / (2 * self.temperature * sigma)
-
-
-def _inverse_root_metric(lagrangian: LayerNorm, x: Tensor, v: Tensor) -> Tensor:
-    """M^-1/2 v = sqrt(sigma/gamma) (P v + (sigma/sqrt(eps)) (y.v) y/|y|^2); 0 along the ones."""
-    tangent = lagrangian.tangent(x, v)
-    sigma = lagrangian.sigma(x).unsqueeze(-1)
-    along = lagrangian.centre(v) - tangent
-    return (sigma / lagrangian.gamma).sqrt() * (tangent + sigma / math.sqrt(lagrangian.eps) * along)
 
 
 def _normal(x: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -1,8 +1,8 @@
-"""One step of a system at a time, with a step size for every sample: what steppers share, Euler.
+"""One step of a system at a time, with a step size for every sample: what steppers share.
 
 A `Stepper` moves each sample of a batch by its own step and reports what that took. `descent`
 holds the energy-guarded step, `implicit` and `discrete_gradient` the implicit ones, `langevin`
-the noisy ones.
+the noisy one; plain Euler steps are `iterate`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from etdyn.solve.inner import InnerMethod
 from etdyn.solve.rows import Rows
 from etdyn.systems import System
 
-__all__ = ["Euler", "StepReport", "Stepper"]
+__all__ = ["StepReport", "Stepper"]
 
 
 @dataclass(frozen=True)
@@ -82,27 +82,6 @@ class Stepper(ABC):
         check_tensor("h", h, (len(x),), x)
         if not bool(((h > 0) & torch.isfinite(h)).all()):
             raise bad("h", "finite steps > 0", h.tolist())
-
-
-class Euler(Stepper):
-    """x+ = x + h v(x); on the sphere x+ = normalise(x + h v(x)). Order 1, one evaluation.
-
-    The published discrete model under "et", the damped self-consistency map under "leaky". With a
-    step for every sample, a whole map of step sizes is one batch.
-
-    On the sphere v is tangent, |x + h v|^2 = |x|^2 + h^2 |v|^2, so normalising changes x + h v by
-    O(h^2): the retracted step keeps order 1, and mean 0 and standard deviation 1 to rounding.
-    Source: Hoover et al. 2023, equation 6; A-F5.
-    """
-
-    name = "euler"
-
-    def step(self, system: System, x: Tensor, h: Tensor) -> StepReport:
-        """See `Stepper`. Differentiable."""
-        self.check(system, x, h)
-        moved = move(system, x, h, system.velocity(0.0, x))
-        once = torch.ones(len(x), dtype=torch.int64, device=x.device)
-        return StepReport.explicit(moved, h, h, once)
 
 
 def move(system: System, x: Tensor, h: Tensor, v: Tensor) -> Tensor:

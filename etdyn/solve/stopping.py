@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from etdyn.checks import check_choice, check_positive
@@ -37,12 +38,15 @@ class Stop:
         check_choice("quantity", self.quantity, QUANTITIES)
 
     def arrived(self, system: System, x: Tensor) -> Tensor:
-        """Which samples have arrived, bool `(batch,)`. One evaluation."""
+        """Which samples have arrived, bool `(batch,)`. One evaluation.
+
+        A state so large that its variance overflows has not: its g, and so its force, are zero.
+        """
         if self.quantity == "activation_change":
-            speed = system.activation_velocity(x).square().sum((1, 2)).sqrt()
-            return speed <= self.residual
-        value: Tensor = getattr(system, self.quantity)(x)
-        return value <= self.residual
+            value = system.activation_velocity(x).square().sum((1, 2)).sqrt()
+        else:
+            value = getattr(system, self.quantity)(x)
+        return (value <= self.residual) & torch.isfinite(x.square().sum((1, 2)))
 
     def met(self, arrived: Tensor) -> bool:
         """Whether the batch stops."""

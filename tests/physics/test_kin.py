@@ -39,6 +39,9 @@ def test_lagrangian_derivatives_and_duality(lagrangian, close):
     close(slope, (g * v).sum(-1), 1e-13, scale=1)
     close(lagrangian.metric(x, v), dg, 1e-13, scale=1)
     close(lagrangian.metric_root(x, lagrangian.metric_root(x, v)), dg, 1e-13, scale=1)
+    back = lagrangian.metric_root(x, lagrangian.metric_root_inverse(x, v))
+    seen = v if not isinstance(lagrangian, ed.LayerNorm) else lagrangian.centre(v)
+    close(back, seen, 1e-12, scale=1)
     w = randn(3, 5, 4, seed=2)
     close((w * lagrangian.metric_root(x, v)).sum(-1), (v * lagrangian.metric_root(x, w)).sum(-1),
           1e-12, scale=1)  # fmt: skip

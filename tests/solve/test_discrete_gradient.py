@@ -177,6 +177,7 @@ def test_the_energy_never_rises_in_two_thousand_steps(systems, stepper, dynamics
     for system, x in systems.values():
         total += walk(stepper(), system.with_dynamics(dynamics), x, 20)
     rises, shrunk, failed, steps = total.tolist()
+    print(f"\n{stepper.name}, {dynamics}: {steps} steps, {rises} rises, {shrunk} shrunk")
     assert steps >= 2000
     assert rises == failed == 0
     if stepper is DiscreteGradient:

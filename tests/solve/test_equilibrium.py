@@ -198,6 +198,8 @@ def share_that_reaches_the_map(golden, starts, method, seed):
         as_low = found.energy <= energy + 1e-8 * energy.abs()
         good += int((found.converged & (as_low | ~done)).sum())
         total += starts
+        medians = [int(n.double().median()) for n in (found.evaluations, plain)]
+        print(f"\n{method}: {good} of {total}, evaluations {medians[0]}, map {medians[1]}")
         if method == "anderson":
             assert found.evaluations.double().median() < 0.5 * plain.double().median()
     return good / total

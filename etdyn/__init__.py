@@ -1,5 +1,6 @@
 """etdyn: the Energy Transformer as a dynamical system."""
 
+from etdyn.analysis import check, compare
 from etdyn.couplings import Coupling, LinearCoupling
 from etdyn.energies import Attention, Energy, EnergySum, Hopfield
 from etdyn.interactions import Interaction
@@ -52,6 +53,8 @@ __all__ = [
     "Stop",
     "System",
     "available_methods",
+    "check",
+    "compare",
     "descend",
     "find_equilibrium",
     "implicit",

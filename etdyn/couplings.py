@@ -46,7 +46,7 @@ class LinearCoupling(Coupling):
         if g.shape[1] != len(self.couplings):
             raise bad("g", f"{len(self.couplings)} tokens", f"shape {tuple(g.shape)}")
         j = self.couplings if self._keys is None else self.couplings * self._keys
-        return self._keep(j @ self._keep(g))
+        return self.keep(j @ self.keep(g))
 
     def force_jvp(self, g: Tensor, u: Tensor) -> Tensor:
         """J u."""

@@ -313,9 +313,9 @@ class Hopfield(Energy):
                 per_token = top[..., 0] + torch.log1p(torch.expm1(scaled - top).mean(-1))
             else:
                 per_token = scaled.logsumexp(-1)
-            return self._keep(-per_token / self.beta).sum(1)
+            return self.keep(-per_token / self.beta).sum(1)
         n = 2 if self.kind == "relu" else self.power
-        return self._keep(-h.relu().pow(n).sum(-1) / n).sum(1)
+        return self.keep(-h.relu().pow(n).sum(-1) / n).sum(1)
 
     def _response(self, h: Tensor) -> Tensor:
         if self.kind == "softmax":
@@ -324,10 +324,10 @@ class Hopfield(Energy):
 
     def response(self, g: Tensor) -> Tensor:
         """r(h): how strongly each memory pulls, `(batch, token, memory)`; force = r memories."""
-        return self._keep(self._response(self._overlaps(g)))
+        return self.keep(self._response(self._overlaps(g)))
 
     def _force(self, h: Tensor) -> Tensor:
-        return self._keep(self._response(h) @ self.memories)
+        return self.keep(self._response(h) @ self.memories)
 
     def energy_and_force(self, g: Tensor, relative: bool = False) -> tuple[Tensor, Tensor]:
         """See `Energy`. The force is r(h) memories with r the derivative of the nonlinearity."""
@@ -352,7 +352,7 @@ class Hopfield(Energy):
             curved = du * (h > 0)
         else:
             curved = (self.power - 1) * h.relu().pow(self.power - 2) * du * (h > 0)
-        return self._keep(-(curved @ self.memories))
+        return self.keep(-(curved @ self.memories))
 
     def extra_repr(self) -> str:
         """What `print` shows."""

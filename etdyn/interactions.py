@@ -57,7 +57,7 @@ class Interaction(nn.Module, ABC):
     def _set_masks(self, tokens: Tensor | None, keys: Tensor | None) -> None:
         self._tokens, self._keys = tokens, keys
 
-    def _keep(self, per_token: Tensor) -> Tensor:
+    def keep(self, per_token: Tensor) -> Tensor:
         """`(batch, token[, feature])` with zeros for tokens that do not exist."""
         if self._tokens is None:
             return per_token

@@ -84,7 +84,7 @@ class LinearEnergy(Energy):
 
     def energy_and_force(self, g: Tensor, relative: bool = False) -> tuple[Tensor, Tensor]:
         """-sum v.g `(batch,)` and v; without weights the energy is zero, so `relative` is idle."""
-        force = self._keep(self.v.expand_as(g))
+        force = self.keep(self.v.expand_as(g))
         return -(force * g).sum((1, 2)), force
 
     def hvp(self, g: Tensor, u: Tensor) -> Tensor:
@@ -96,7 +96,8 @@ class QuadraticEnergy(Energy):
     """E = 1/2 g.A g over all tokens and features, A symmetric.
 
     Args:
-        matrix: A, floating `(token, feature, token, feature)`; the parameter `matrix`.
+        matrix: A, floating `(token, feature, token, feature)`; the parameter `matrix`. Masks of
+            pairs are ignored, those of tokens are not.
 
     Raises:
         ValueError: not symmetric.
@@ -117,8 +118,9 @@ class QuadraticEnergy(Energy):
         return -(force * g).sum((1, 2)) / 2, force
 
     def hvp(self, g: Tensor, u: Tensor) -> Tensor:
-        """A u."""
-        return self._keep(torch.einsum("iajb,njb->nia", self.matrix, self._keep(u)))
+        """A u; the symmetric part of A, to which its gradient keeps."""
+        a = (self.matrix + self.matrix.permute(2, 3, 0, 1)) / 2
+        return self.keep(torch.einsum("iajb,njb->nia", a, self.keep(u)))
 
 
 def linear(v: Tensor, start: Tensor) -> Problem:

@@ -1,11 +1,15 @@
 """gradient="implicit": the gradient of an equilibrium, by one linear solve."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 import etdyn as ed
+from etdyn.datasets import digits
 from etdyn.solve.backsolve import GradientError
 from etdyn.solve.implicit_gradient import ImplicitReport, implicit
+from etdyn.tasks import evaluation_masks
 
 UNROLLED = 3000  # steps of the leaky map
 
@@ -53,7 +57,7 @@ def case(make_case):
         ("power", {"eps": 1.0, "seed": 2}),
     ],
 )
-def test_equals_the_unrolled_gradient(case, close, hopfield, sizes, steps):
+def test_f31_equals_the_unrolled_gradient(case, close, hopfield, sizes, steps):
     made = case(hopfield=hopfield, **sizes)
     x = at_equilibrium(made.system, made.x, 0.7)
     report = ImplicitReport()
@@ -67,7 +71,7 @@ def test_equals_the_unrolled_gradient(case, close, hopfield, sizes, steps):
     assert int(report.products.max()) < 3 * x[0].numel()
 
 
-def test_equals_the_unrolled_gradient_of_the_golden_block(golden, close):
+def test_f31_equals_the_unrolled_gradient_of_the_golden_block(golden, close):
     arrays = golden("et_block_small")
     system = ed.EnergyTransformer.from_official(
         arrays, self_attention=True, dynamics="leaky"
@@ -80,8 +84,31 @@ def test_equals_the_unrolled_gradient_of_the_golden_block(golden, close):
         close(a, b, 1e-8)
 
 
+def test_f31_is_how_the_equilibrium_of_a_trained_model_moves(close):
+    """Against the equilibria of two models a little to either side."""
+    model = ed.load_model(Path(__file__).parents[2] / "data" / "digits").double()
+    system = model.system.with_dynamics("leaky").requires_grad_(True)
+    images = digits().test[:1].double()
+    with torch.no_grad():
+        x0 = model.tokens(images, evaluation_masks(1, model.patches))
+    found = ed.find_equilibrium(system, x0, tol=1e-9, gradient="implicit")
+    wave = torch.cos(torch.arange(x0.numel(), dtype=x0.dtype)).reshape(x0.shape)
+    slopes = torch.autograd.grad((wave * found.x).sum(), list(system.parameters()))
+    generator = torch.Generator().manual_seed(0)
+    ways = [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in system.parameters()]
+    ends, h = [], 1e-6
+    with torch.no_grad():
+        for step in (h, -2 * h):
+            for p, way in zip(system.parameters(), ways, strict=True):
+                p.add_(step * way)
+            near = ed.find_equilibrium(system, found.x.detach(), "newton-krylov", tol=1e-9)
+            ends.append((wave * near.x).sum())
+    wanted = (ends[0] - ends[1]) / (2 * h)
+    close(sum((a * b).sum() for a, b in zip(slopes, ways, strict=True)), wanted, 1e-4)
+
+
 @pytest.mark.parametrize("hopfield", ["softmax", "relu", "power"])
-def test_equals_the_dense_solve(case, close, hopfield):
+def test_f31_equals_the_dense_solve(case, close, hopfield):
     made = case(hopfield=hopfield, eps=1e-2, seed=3)
     system, x = made.system, at_equilibrium(made.system, made.x, 0.7)
     w = made.randn(*x.shape)

@@ -5,12 +5,15 @@ sphere of R^n it is von Mises and Fisher's with kappa = R |v| / T, and the unifo
 of R^n is the shadow of that of a sphere in R^(n+2).
 """
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from scipy import integrate, stats
 from scipy.special import ive
 
+import etdyn as ed
 from etdyn import LayerNorm, System
 from etdyn.problems import LinearEnergy
 from etdyn.solve import iterate
@@ -70,7 +73,7 @@ def start(batch, seed=0):
 
 
 @torch.no_grad()
-def test_on_the_sphere_the_law_is_von_mises_and_fishers():
+def test_f33_on_the_sphere_the_law_is_von_mises_and_fishers():
     x, generator = start(3000)
     sphere = system("sphere")
     x = travel(MirrorLangevin(1.0, generator), sphere, sphere.prepare(x), 0.02, 8.0)
@@ -100,7 +103,7 @@ def test_the_bias_falls_with_the_step():
 
 
 @torch.no_grad()
-def test_published_tokens_with_mirror_noise_fill_the_ball_with_the_gibbs_measure():
+def test_f33_published_tokens_with_mirror_noise_fill_the_ball_with_the_gibbs_measure():
     """exp(-E/T) dg: along v the law of the sphere in two dimensions more."""
     x, generator = start(3000)
     published = system("et", eps=1.0)
@@ -114,7 +117,7 @@ def test_published_tokens_with_mirror_noise_fill_the_ball_with_the_gibbs_measure
 
 
 @torch.no_grad()
-def test_leaky_tokens_have_the_gibbs_measure_of_their_lyapunov_function():
+def test_f33_leaky_tokens_have_the_gibbs_measure_of_their_lyapunov_function():
     """exp(-(E + L*)/T) dg, with L* = -sqrt(D eps) sqrt(R^2 - |g - delta|^2)."""
     x, generator = start(3000)
     leaky = system("leaky", eps=1.0)
@@ -142,7 +145,7 @@ def ball_mean(value, energy):
 
 
 @torch.no_grad()
-def test_published_noise_freezes_the_published_tokens():
+def test_f33_published_noise_freezes_the_published_tokens():
     """The law is not stationary: sigma grows, the noise anneals, and g ends at v."""
     x, generator = start(1000)
     published, means = system("et"), []
@@ -154,7 +157,7 @@ def test_published_noise_freezes_the_published_tokens():
 
 
 @torch.no_grad()
-def test_published_noise_gives_leaky_tokens_a_projected_normal_instead():
+def test_f33_published_noise_gives_leaky_tokens_a_projected_normal_instead():
     """x is normal around v with variance s^2/2 = T; along v that is not the Gibbs law at T."""
     temperature = 0.1
     x, generator = start(3000)
@@ -171,7 +174,7 @@ def test_published_noise_gives_leaky_tokens_a_projected_normal_instead():
 
 @pytest.mark.parametrize("dynamics", ["et", "leaky", "sphere"])
 @torch.no_grad()
-def test_the_noise_has_the_covariance_of_the_inverse_metric(make_case, close, dynamics):
+def test_f33_the_noise_has_the_covariance_of_the_inverse_metric(make_case, close, dynamics):
     """M^1/2 dx is white on the space that g can move in: M cov = 2 T h P."""
     case = make_case(dynamics=dynamics, batch=1, tokens=1, dim=5, eps=0.5)
     x = case.system.prepare(case.x)
@@ -187,6 +190,32 @@ def test_the_noise_has_the_covariance_of_the_inverse_metric(make_case, close, dy
         metric = torch.stack([lagrangian.metric(x[0, 0], e) for e in unit])
         expected = torch.linalg.pinv(metric, atol=1e-9)
     close(covariance, expected, 0.02)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@torch.no_grad()
+def test_f33_published_noise_anneals_itself(make_case, close, trained):
+    """In z = x / c, c_k = c_0 + k alpha, where the flow is leaky, a step's noise is 1 / c smaller.
+
+    So its total variance is finite: the sum of 1 / c_k^2.
+    """
+    if trained:
+        model = ed.load_model(Path(__file__).parents[2] / "data" / "digits").double()
+        case_system, x = model.system, torch.randn(2, model.patches + 1, model.system.dim).double()
+    else:
+        case = make_case()
+        case_system, x = case.system, case.x
+    alpha, s, c, steps = 0.5, 0.3, 2.0, 40
+    drawn, again = (torch.Generator().manual_seed(1) for _ in range(2))
+    total = 0.0
+    for k, after in enumerate(iterate(case_system, x, alpha, steps, noise=s, generator=drawn)):
+        before, c_next = x, c + (k + 1) * alpha
+        damped = before + alpha * case_system.force(before)  # a damped step of the map, times c
+        xi = torch.randn(x.shape, generator=again, dtype=x.dtype)
+        close((after - damped) / c_next, s * alpha**0.5 / c_next * xi, 1e-10, scale=1e-2)
+        total += s * s * alpha / c_next**2
+        x = after
+    assert total < s * s / c, "what an endless run would add up to"
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import xarray as xr
 import zarr
@@ -71,7 +72,8 @@ def save(data: xr.Dataset | xr.DataTree, path: str | os.PathLike[str]) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as parent:
         fresh, old = Path(parent) / "new", Path(parent) / "old"
         with zarr.config.set({"array.write_empty_chunks": True}):  # so that none may be missing
-            data.to_zarr(fresh, mode="w", consolidated=False)
+            tree = data if isinstance(data, xr.DataTree) else xr.DataTree(data)
+            tree.map_over_datasets(_encoded).to_zarr(fresh, mode="w", consolidated=False)
         if path.exists():
             path.rename(old)
         fresh.rename(path)
@@ -94,7 +96,28 @@ def load(path: str | os.PathLike[str]) -> xr.Dataset | xr.DataTree:
     tree.close()
     if "etdyn_schema" not in tree.attrs:
         raise bad("path", "a result of etdyn (attribute etdyn_schema)", path)
+    tree = tree.map_over_datasets(_decoded)
     return tree if tree.children else tree.to_dataset()
+
+
+def _encoded(part: xr.Dataset) -> xr.Dataset:
+    """Text of variable length, since zarr specifies no other."""
+    part = part.copy()
+    for variable in part.variables.values():
+        if variable.dtype.kind == "U":
+            variable.encoding = {"dtype": object}
+    return part
+
+
+def _decoded(part: xr.Dataset) -> xr.Dataset:
+    """Text as numpy usually has it."""
+    texts = {}
+    for name, variable in part.variables.items():
+        if variable.dtype.kind == "T":
+            values = np.array(variable.values.tolist(), dtype=str).reshape(variable.shape)
+            texts[name] = (variable.dims, values, variable.attrs)
+    coords = {name: v for name, v in texts.items() if name in part.coords}
+    return part.assign_coords(coords).assign({n: v for n, v in texts.items() if n not in coords})
 
 
 def write_atomically(path: str | os.PathLike[str], content: bytes | str) -> None:

@@ -28,6 +28,7 @@ from tqdm import tqdm
 import etdyn as ed
 from etdyn import store
 from etdyn.analysis.clusters import token_clusters
+from etdyn.analysis.contributions import contributions
 from etdyn.analysis.descent import Cause, audit
 from etdyn.analysis.labels import labelled
 from etdyn.analysis.spectrum import spectrum
@@ -42,6 +43,7 @@ from studies.convergence_numbers import record_of
 
 SHIPPED = Path(__file__).parent.parent / "data" / "digits"
 LOOKS = (2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 150.0, 200.0, 250.0, 300.0)  # at the lowest curvature
+DRAWN = 4  # images whose steps are taken apart
 UNSTABLE = 4  # of it, so many eigenvalues
 
 
@@ -249,7 +251,20 @@ def euler(case: Case) -> dict[str, xr.Dataset]:
         "error": labelled(dims, error, "masked-patch error"),
     }
     times = labelled("time", np.array(sorted(shown)) * model.step, "time")
-    return {"euler": xr.Dataset(data, {"time": times})}
+    return {"euler": xr.Dataset(data, {"time": times}), "modules": modules(case)}
+
+
+def modules(case: Case) -> xr.Dataset:
+    """What attention and Hopfield network did to the first images, early and late."""
+    model, few = case.model, slice(DRAWN)
+    target, hidden = case.target[few], case.hidden[few].unsqueeze(-1)
+    run = ed.descend(model.system, case.x0[few], model.step, model.steps, gradient=None)
+    steps = sorted({0, 1, 3, model.steps - 1} & set(range(model.steps)))
+    data = contributions(run, lambda x: model.pixels(model.decode(x)), steps)
+    dims = ("sample", "channel", "row", "column")
+    for name, patches in (("given", target.masked_fill(hidden, torch.nan)), ("true", target)):
+        data[name] = labelled(dims, model.pixels(patches).numpy(), f"pixels, {name}")
+    return data
 
 
 def leaky(case: Case) -> dict[str, xr.Dataset]:

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from etdyn import plots
+from etdyn.plots_contributions import contribution_rows
 from studies.convergence_numbers import (
     RUNS,
     correlations,
@@ -32,6 +33,10 @@ CAPTIONS = {
     "the training horizon and beyond it; 1: the error falls whenever the energy does.",
     "pictures": "Held-out digits. Hidden (blue) patches are filled in along the leaky flow at "
     "log-time s, first at the training horizon, and at equilibrium; visible ones stay.",
+    "modules": "What each module did to held-out digits in a step of the published discrete model, "
+    "decoded: the path integral of the decoder's slope along the force, so that attention, "
+    "Hopfield network and a remainder of rounding add up to the change of the image. Hidden "
+    "patches are blue; every row has its own scale.",
     "variables": "The published flow, mean and quartiles over images. Left: root mean square "
     "over tokens of |dx/dt| and of |x|/t. Middle: the residual and the whole gradient. Right: how "
     "fast g moves, per unit of time and per unit of log-time, over all tokens.",
@@ -269,3 +274,9 @@ def draw_pictures(result: xr.DataTree) -> Figure:
     """Completions for the eye."""
     pixels = group(result, "pictures")["pixels"]
     return plots.image_rows({str(row): pixels.sel(row=row).values for row in pixels["row"].values})
+
+
+def draw_modules(result: xr.DataTree) -> Figure:
+    """State and contribution of every module, early and late."""
+    data = group(result, "modules")
+    return contribution_rows(data, {name: data[name].to_numpy() for name in ("given", "true")})

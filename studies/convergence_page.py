@@ -44,7 +44,25 @@ LIMITS = (
 
 def findings(result: xr.DataTree) -> tuple[str, ...]:
     """What was found, a paragraph each; every number from the result."""
-    return (_variable(result), _speed(result), _ends(result), _task(result), _gathering(result))
+    return (_variable(result), _speed(result), _ends(result), _task(result), _modules(result),
+            _gathering(result))  # fmt: skip
+
+
+def _modules(result: xr.DataTree) -> str:
+    data = group(result, "modules")
+    parts = data["contribution"].drop_sel(part="remainder")
+    size = (parts**2).mean([d for d in parts.dims if d not in ("step", "part")]) ** 0.5
+    first, last = size.isel(step=0), size.isel(step=-1)
+    rest = np.abs(data["contribution"].sel(part="remainder")).max()
+    change = np.abs(data["change"]).max()
+    early, late = (float(s.sel(part="hopfield") / s.sel(part="attention")) for s in (first, last))
+    return (
+        f"Which module: in step {int(data['step'][0]) + 1} the Hopfield network changes the pixels "
+        f"{early:.1f} times as much as attention (root mean square), in step "
+        f"{int(data['step'][-1]) + 1} {late:.1f} times, when both have fallen to "
+        f"{100 * float(last.sum() / first.sum()):.0f} % of what they did at first. The parts add "
+        f"up to the change of the image but for {float(rest / change):.0e} of it."
+    )
 
 
 def _variable(result: xr.DataTree) -> str:
@@ -309,7 +327,16 @@ def report(result: xr.DataTree) -> Report:
     made.text("Question", QUESTION)
     made.text("Protocol", protocol(result))
     made.text("Result", *findings(result))
-    for name in ("task", "pictures", "variables", "clocks", "decay", "equilibria", "clusters"):
+    for name in (
+        "task",
+        "pictures",
+        "modules",
+        "variables",
+        "clocks",
+        "decay",
+        "equilibria",
+        "clusters",
+    ):
         made.figure(name, getattr(figures, f"draw_{name}")(result), figures.CAPTIONS[name])
     made.table(
         "States by energy (without its constant at zero weights), up to the order of tokens. "

@@ -15,7 +15,7 @@ from studies import convergence_numbers as numbers
 from studies import convergence_page as page
 from studies.convergence import Config, main
 
-FIGURES = {"task", "pictures", "variables", "clocks", "decay", "equilibria", "clusters"}
+FIGURES = {"task", "pictures", "modules", "variables", "clocks", "decay", "equilibria", "clusters"}
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_dims_are_labelled(study):
     tree = ed.load(study / "result.zarr")
     assert set(tree.children) == {
         "published", "euler", "leaky", "rates", "pictures", "sphere", "ends", "equilibria",
-        "near_leaky", "near_sphere", "published_rates",
+        "near_leaky", "near_sphere", "published_rates", "modules",
     }  # fmt: skip
     assert tree["leaky"]["lowest"].dims == ("look", "sample", "mode")
     assert tree["ends"]["interval"].dims == ("way", "equilibrium", "bound")
@@ -65,6 +65,14 @@ def test_dims_are_labelled(study):
     ]  # fmt: skip
     assert tree["ends"]["image"].values.tolist() == [0, 1, 0, 0, 1, 1, -1]
     assert tree["leaky"]["error"].attrs["units"] == "1"
+
+
+def test_modules_and_remainder_add_up_to_the_decoded_change(study):
+    data = group(study, "modules")
+    assert data["part"].values.tolist() == ["attention", "hopfield", "remainder"]
+    rest = np.abs(data["contribution"].sel(part="remainder").values).max()
+    assert rest < 1e-10
+    assert np.allclose(data["contribution"].sum("part"), data["change"], rtol=0, atol=1e-12)
 
 
 def test_et_f27_the_leaky_energy_is_the_published_one_in_log_time(study):

@@ -3,6 +3,8 @@
 from etdyn.analysis import check, compare
 from etdyn.couplings import Coupling, LinearCoupling
 from etdyn.energies import Attention, Energy, EnergySum, Hopfield
+from etdyn.graph_attention import GraphAttention
+from etdyn.graphs import Graph
 from etdyn.interactions import Interaction
 from etdyn.lagrangians import IsingSpin, Lagrangian, LayerNorm, Quadratic
 from etdyn.solve import (
@@ -37,6 +39,8 @@ __all__ = [
     "EquilibriumError",
     "Failure",
     "GradientError",
+    "Graph",
+    "GraphAttention",
     "Hopfield",
     "ImageCompletion",
     "Interaction",

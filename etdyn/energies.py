@@ -6,15 +6,20 @@ Forces are -grad_g E. Source: Hoover et al. 2023, equations 2 to 5; ET sections 
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor, nn
 
 from etdyn.checks import bad, check_choice, check_count, check_positive
 from etdyn.interactions import Interaction
+
+if TYPE_CHECKING:
+    from etdyn.graphs import Graph
 
 __all__ = ["Attention", "Energy", "EnergySum", "Hopfield"]
 
@@ -103,6 +108,22 @@ class EnergySum(Energy):
     def _set_masks(self, tokens: Tensor | None, keys: Tensor | None) -> None:
         masked = {name: term.masked(tokens, keys) for name, term in self.terms().items()}
         self._modules = {"parts": nn.ModuleDict(masked)}
+
+    def on(self, graph: Graph, weights: Tensor | None = None) -> Self:
+        """The sum of the terms over the edges of a graph."""
+        return self._each({n: term.on(graph, weights) for n, term in self.terms().items()})
+
+    def select(self, rows: Tensor) -> Self:
+        """The sum of the terms as some samples of the batch feel it."""
+        return self._each({n: term.select(rows) for n, term in self.terms().items()})
+
+    def _each(self, terms: dict[str, Energy]) -> Self:
+        """Made of these terms; the sum itself where they are its own."""
+        if all(term is self.terms()[name] for name, term in terms.items()):
+            return self
+        view = copy.copy(self)
+        view._modules = {"parts": nn.ModuleDict(terms)}
+        return view
 
 
 class Attention(Energy):

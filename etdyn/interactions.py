@@ -6,9 +6,12 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from etdyn.graphs import Graph
 
 __all__ = ["Interaction"]
 
@@ -54,6 +57,20 @@ class Interaction(nn.Module, ABC):
         view._set_masks(tokens, keys)
         return view
 
+    def on(self, graph: Graph, weights: Tensor | None = None) -> Self:
+        """This interaction over the edges of a graph; itself where it knows of none."""
+        return self
+
+    def select(self, rows: Tensor) -> Self:
+        """This interaction as some samples of its batch feel it; rows: indices or bool."""
+        tokens, keys = self._mask_rows(rows)
+        if tokens is self._tokens and keys is self._keys:
+            return self
+        return self.masked(tokens, keys)
+
+    def _mask_rows(self, rows: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        return take(self._tokens, rows), take(self._keys, rows)
+
     def _set_masks(self, tokens: Tensor | None, keys: Tensor | None) -> None:
         self._tokens, self._keys = tokens, keys
 
@@ -63,3 +80,8 @@ class Interaction(nn.Module, ABC):
             return per_token
         mask = self._tokens if per_token.ndim == 2 else self._tokens.unsqueeze(-1)
         return per_token.masked_fill(~mask, 0.0)
+
+
+def take(mask: Tensor | None, rows: Tensor) -> Tensor | None:
+    """Some samples of a mask; the mask itself where it serves every sample."""
+    return mask if mask is None or len(mask) == 1 else mask[rows]

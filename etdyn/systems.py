@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +11,11 @@ from torch import Tensor, nn
 from etdyn.checks import bad, check_choice, check_state
 from etdyn.dynamics import DYNAMICS, Dynamics
 from etdyn.energies import Energy
-from etdyn.interactions import Interaction
+from etdyn.interactions import Interaction, take
 from etdyn.lagrangians import Lagrangian, LayerNorm
+
+if TYPE_CHECKING:
+    from etdyn.graphs import Graph
 
 __all__ = ["System"]
 
@@ -122,9 +125,30 @@ class System(nn.Module):
             tokens = tokens & self._tokens
         if keys is not None and self._keys is not None:
             keys = keys & self._keys
-        return self._with_masks(
-            self._tokens if tokens is None else tokens, self._keys if keys is None else keys
-        )
+        tokens = self._tokens if tokens is None else tokens
+        keys = self._keys if keys is None else keys
+        return self._with(self.interaction.masked(tokens, keys), tokens, keys)
+
+    def on(self, graph: Graph, weights: Tensor | None = None) -> Self:
+        """This system with its attention over the edges of a graph, sharing parameters.
+
+        Args:
+            graph: one graph, for any batch of states on it, or a batch of graphs, whose padding
+                is masked.
+            weights: `(edge, heads)`, see `GraphAttention.on`; None is one.
+
+        Raises:
+            ValueError, TypeError: wrong weights or device; a system with masks, which come after
+                the graph; no term that runs on graphs.
+        """
+        if self.masks is not None:
+            raise bad("system", "one without masks, which come after the graph", self.masks)
+        interaction = self.interaction.on(graph, weights)
+        if interaction is self.interaction:
+            names = ", ".join(type(term).__name__ for term in interaction.terms().values())
+            raise TypeError(f"system: expected a GraphAttention among its terms, got {names}")
+        tokens = graph.tokens
+        return self._with(interaction.masked(tokens), tokens, None)
 
     @property
     def masks(self) -> dict[str, int] | None:
@@ -133,9 +157,8 @@ class System(nn.Module):
         taken = {name: int((~m).sum()) for name, m in pairs.items() if m is not None}
         return taken or None
 
-    def _with_masks(self, tokens: Tensor | None, keys: Tensor | None) -> Self:
+    def _with(self, interaction: Interaction, tokens: Tensor | None, keys: Tensor | None) -> Self:
         view = self._view()
-        interaction = self.interaction.masked(tokens, keys)
         view._modules.update(interaction.terms())
         view.__dict__["interaction"] = interaction
         view._tokens, view._keys = tokens, keys
@@ -146,10 +169,11 @@ class System(nn.Module):
 
         rows: int64 indices or bool `(batch,)`.
         """
-        masks = [m if m is None or len(m) == 1 else m[rows] for m in (self._tokens, self._keys)]
-        if all(a is b for a, b in zip(masks, (self._tokens, self._keys), strict=True)):
+        interaction = self.interaction.select(rows)
+        tokens, keys = take(self._tokens, rows), take(self._keys, rows)
+        if interaction is self.interaction and tokens is self._tokens and keys is self._keys:
             return self
-        return self._with_masks(*masks)
+        return self._with(interaction, tokens, keys)
 
     def keep(self, per_token: Tensor) -> Tensor:
         """`(batch, token[, feature])` with zeros for tokens that do not exist."""

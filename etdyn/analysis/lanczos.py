@@ -52,7 +52,8 @@ def extreme_eigenpairs(
 
     Returns:
         The largest |Ritz value| `(batch,)`, values `(batch, sum(ends))`, ascending, and unit
-        vectors `(batch, sum(ends), n)`. Where the Krylov space did not suffice they have not converged: look at their residuals.
+        vectors `(batch, sum(ends), n)`. Where the Krylov space did not suffice they have not
+        converged: look at their residuals.
 
     Source: Golub and Underwood 1977; Parlett 1998, chapter 13.
     """

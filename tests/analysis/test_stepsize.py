@@ -17,7 +17,6 @@ from etdyn.analysis.stepsize import hessian_bound, measured_limit, multiplier, p
 from etdyn.datasets import digits
 from etdyn.problems import LinearEnergy, anisotropic_well, curie_weiss
 from etdyn.solve import iterate
-from etdyn.solve.euler import iterate
 from etdyn.tasks import evaluation_masks
 
 DYNAMICS = ["et", "leaky", "sphere"]

@@ -33,6 +33,7 @@ __all__ = [
     "work_precision",
 ]
 
+LONG = 0.1  # s; caches and allocators do not matter to a solve that takes longer
 SAME_START = 1e-4  # in g; a float32 start is within 1e-6 of its float64 one
 
 
@@ -219,7 +220,7 @@ def work_precision(
         distance in g over tokens and times after the first, NaN where the sample failed;
         `error_median` and `error_max` over samples, NaN where any failed; `failures`, samples;
         `status`; `evaluations` per sample; `seconds`, the median of a whole solve;
-        `step_or_rtol`, the setting.
+        `unconverged`, implicit Adams steps whose corrector gave up; `step_or_rtol`, the setting.
 
     Raises:
         ValueError, TypeError: wrong input, naming the argument.
@@ -245,6 +246,7 @@ def work_precision(
         "status": flags(each, columns["status"], Status),
         "evaluations": labelled(each, columns["evaluations"], "forces per sample"),
         "seconds": (grid, columns["seconds"], {"units": "s", "long_name": "median wall time"}),
+        "unconverged": labelled(grid, columns["unconverged"], "steps whose corrector gave up"),
         "step_or_rtol": labelled(grid, columns["setting"], "step size or relative tolerance"),
     }
     config = {
@@ -278,5 +280,6 @@ def _cell(
         "status": found.status.numpy(),
         "evaluations": torch.as_tensor(found.stats.evaluations).expand(len(x0)).numpy(),
         "seconds": statistics.median(each.stats.seconds for each in timed),
+        "unconverged": found.stats.unconverged,
         "setting": method.step if method.fixed_step else method.rtol,
     }

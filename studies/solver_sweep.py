@@ -300,8 +300,12 @@ def family(solver: str) -> str:
 
 
 def slopes(result: xr.Dataset) -> xr.DataArray:
-    """Slope of log error over log setting, from the three finest above ten agreements."""
-    error = result["error"].where(result["error"] > 10 * result["agreement"])
+    """Slope of log error over log setting, from the three finest settings that tell one.
+
+    Errors must be above ten agreements, and below `FAR`, where they saturate.
+    """
+    error = result["error"]
+    error = error.where((error > 10 * result["agreement"]) & (error < page.FAR))
 
     def fit(errors: Any, settings: Any) -> float:
         good = np.flatnonzero(np.isfinite(errors))[-3:]

@@ -173,7 +173,9 @@ def draw_precision(result: xr.Dataset) -> Figure:
         ax.set(xscale="log", title=task, xlabel="least error in g, worst sample",
                yticks=range(len(solvers)))  # fmt: skip
         ax.set_yticklabels(solvers if ax is axes[0][0] else [])
-        ax.axvspan(ax.get_xlim()[0] / 3, agreement(result, task), color="#DDDDDD", linewidth=0)
+        left = min(agreement(result, task), float(least.sel(task=task).min())) / 3
+        ax.axvspan(left, agreement(result, task), color="#DDDDDD", linewidth=0)
+        ax.set_xlim(left, None)
         ax.axvline(2.0**-23, color="#888888", linewidth=0.9, linestyle="--", label="eps of float32")
         ax.invert_yaxis()
     plots.legend(axes[0][0])

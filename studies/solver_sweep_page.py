@@ -28,6 +28,7 @@ LETTERS = {
     "MAX_STEPS": "M", "NONFINITE": "N", "DT_MIN": "D", "INTERRUPTED": "I", "REFUSED": "R",
     "RAISED": "E", "NOT_RUN": "-",
 }  # fmt: skip
+FAR = 0.5  # in g, of at most 2: above, an error no longer tells an order
 CLEAR = 3  # a target is judged where it is this many times the references' disagreement
 
 QUESTION = (
@@ -289,7 +290,8 @@ def report(result: xr.Dataset) -> Report:
     made.table(
         "The cheapest settings that were run whose error is within the target for every sample and "
         "token: by evaluations per sample, in float64, and by time, in either precision. First "
-        "line of a task: the published Euler model. A target below "
+        "line of a task: the published Euler model, whose time over its own baseline would be 1 "
+        "on a quiet machine; how far it is off is how far the times can be trusted. A target below "
         f"{CLEAR} times the references' disagreement cannot be judged.",
         *recommendations(result),
     )  # fmt: skip
@@ -301,7 +303,8 @@ def report(result: xr.Dataset) -> Report:
             "published Euler model. Crosses: settings that failed, at what they had cost. Grey "
             "area: below the disagreement of the two references.")  # fmt: skip
     made.figure("orders", draw_orders(result),
-        "Slopes over the three finest settings whose error is above ten times the references' "
+        f"Slopes over the three finest settings whose error is below {FAR:g} and above ten times "
+        "the references' "
         "disagreement, float64; median and range over samples. A method without a mark has fewer "
         "than three such settings in some sample.")  # fmt: skip
     made.figure("precision", draw_precision(result),

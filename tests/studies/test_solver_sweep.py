@@ -10,7 +10,8 @@ import pytest
 import etdyn as ed
 from etdyn.analysis import precision
 from studies import solver_sweep, solver_sweep_page
-from studies.solver_sweep import Config, main
+from studies.solver_sweep import Config, main, sweep
+from studies.solver_sweep_tasks import TASKS
 
 SMALL = {
     "tasks": ("softmax",), "samples": 2, "repeats": 1, "dear": 150,
@@ -120,15 +121,15 @@ def test_an_interrupted_sweep_goes_on(tmp_path, monkeypatch):
         return precision.work_precision(*args, **options)
 
     monkeypatch.setattr(solver_sweep, "work_precision", dies)
+    tasks = {"softmax": TASKS["softmax"](config.model, config.samples, config.seed)}
     with pytest.raises(KeyboardInterrupt):
-        main(config)
+        sweep(config, tasks)
     assert len(list((config.folder / "rows").iterdir())) == 2
     measured.clear()
     monkeypatch.setattr(solver_sweep, "work_precision", lambda *a, **o: (
         measured.append(next(iter(a[2]))), precision.work_precision(*a, **o))[1])  # fmt: skip
-    main(config)
+    again = sweep(config, tasks)
     assert set(measured) == {"heun2"}, "rows that stood were not measured again"
-    again = ed.load(config.folder / "result.zarr")
     assert again["solver"].to_numpy().tolist() == ["euler", "rk4", "heun2"]
     assert np.isfinite(again["error"]).all()
 
@@ -141,8 +142,8 @@ def test_a_method_that_raises_does_not_end_the_sweep(tmp_path, monkeypatch):
 
     monkeypatch.setattr(solver_sweep, "work_precision", breaks)
     config = Config(runs=tmp_path, **SMALL | {"methods": ("rk4", "heun2"), "dtypes": ("float64",)})
-    main(config)
-    result = ed.load(config.folder / "result.zarr")
+    tasks = {"softmax": TASKS["softmax"](config.model, config.samples, config.seed)}
+    result = sweep(config, tasks)
     assert (result["reason"].sel(solver="rk4") == "ArithmeticError: no").all()
     assert np.isfinite(result["error"].sel(solver="heun2")).all()
 

@@ -11,7 +11,7 @@ from etdyn.solve.batched import BatchedResult, integrate_batched
 from etdyn.solve.methods import Method
 from etdyn.solve.observables import Recorder
 from etdyn.solve.progress import TimeBar
-from etdyn.solve.solution import Failure, Solution, Stats, Status
+from etdyn.solve.solution import Failure, Solution, Stats, Status, first_failure
 from etdyn.solve.stopping import Stop
 from etdyn.solve.tableaus import TABLEAUS
 from etdyn.systems import System
@@ -64,13 +64,7 @@ class PerSample:
 
 
 def _failure(result: BatchedResult) -> Failure | None:
-    """The first failure in time, with all samples that failed in the same way."""
-    failed = [k for k, s in enumerate(result.status.tolist()) if s in _REASONS]
-    if not failed:
-        return None
-    first = min(failed, key=lambda k: float(result.t_end[k]))
-    status = Status(int(result.status[first]))
-    same = tuple(k for k in failed if int(result.status[k]) == status)
-    rows = result.steps[first].tolist()
-    steps = tuple((t, h) for t, h, _, accepted in rows if accepted == 1)
-    return Failure(float(result.t_end[first]), same, _REASONS[status], steps)
+    def steps(sample: int) -> tuple[tuple[float, float], ...]:
+        return tuple((t, h) for t, h, _, good in result.steps[sample].tolist() if good == 1)
+
+    return first_failure(result.status, result.t_end, _REASONS, steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -26,6 +27,7 @@ __all__ = [
     "SolveError",
     "Stats",
     "Status",
+    "first_failure",
 ]
 
 
@@ -102,6 +104,26 @@ class Failure:
     samples: tuple[int, ...]
     reason: str
     steps: tuple[tuple[float, float], ...] = ()
+
+
+def first_failure(
+    status: Tensor,
+    t_end: Tensor,
+    reasons: Mapping[Status, str],
+    steps: Callable[[int], tuple[tuple[float, float], ...]],
+) -> Failure | None:
+    """The first failure in time, with all samples that failed in the same way.
+
+    status, t_end: `(batch,)`; reasons: of the statuses that are failures; steps: the last accepted
+    ones of a sample.
+    """
+    failed = [k for k, s in enumerate(status.tolist()) if s in reasons]
+    if not failed:
+        return None
+    first = min(failed, key=lambda k: float(t_end[k]))
+    how = Status(int(status[first]))
+    same = tuple(k for k in failed if int(status[k]) == how)
+    return Failure(float(t_end[first]), same, reasons[how], steps(first))
 
 
 class SolveError(RuntimeError):

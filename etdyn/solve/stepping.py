@@ -11,7 +11,7 @@ from etdyn.solve.inner import InnerReport
 from etdyn.solve.methods import Method
 from etdyn.solve.observables import Recorder
 from etdyn.solve.progress import TimeBar
-from etdyn.solve.solution import Failure, Solution, Stats, Status
+from etdyn.solve.solution import Failure, Solution, Stats, Status, first_failure
 from etdyn.solve.steppers import Stepper
 from etdyn.solve.stopping import Stop
 from etdyn.systems import System
@@ -132,12 +132,7 @@ class _Run:
             self.end(rows[failed & ~broken], Status.DT_MIN)
 
     def failure(self) -> Failure | None:
-        """The first failure in time, with all samples that failed in the same way."""
-        failed = [k for k, s in enumerate(self.status.tolist()) if s in _REASONS]
-        if not failed:
-            return None
-        first = min(failed, key=lambda k: float(self.t[k]))
-        status = Status(int(self.status[first]))
-        same = tuple(k for k in failed if int(self.status[k]) == status)
-        steps = tuple(s for s in self.last[first] if s[1] > 0)
-        return Failure(float(self.t[first]), same, _REASONS[status], steps)
+        """What ended the first sample that failed."""
+        return first_failure(
+            self.status, self.t, _REASONS, lambda k: tuple(s for s in self.last[k] if s[1] > 0)
+        )

@@ -502,3 +502,14 @@ def test_wrong_input_raises():
         check(system, tokens=0)
     with pytest.raises(ValueError, match=r"is `tokens` right\?"):
         check(problems.curie_weiss(6, 1.5).system)
+
+
+def test_a_part_that_is_only_promised_fails():
+    class Promised(Agreement):
+        def hvp(self, g, u):
+            raise NotImplementedError
+
+    found = check(system_of(Promised), tokens=TOKENS)
+    assert not found.passed
+    assert "force_jvp = d force" in found.failures
+    assert "force = -grad E" not in found.failures, "what is there is still judged"

@@ -125,9 +125,6 @@ class Counted(Energy):
         self.count += len(g)
         return self.inner.hvp(g, u)
 
-    def _set_masks(self, tokens, keys):
-        raise NotImplementedError
-
 
 @pytest.mark.parametrize("dynamics", DYNAMICS)
 @pytest.mark.parametrize("stepper", STEPPERS)

@@ -182,6 +182,26 @@ class Graph:
         found = _from_counts(keys, degrees, self.nodes, len(rows))
         return replace(found, tokens=None if self.tokens is None else self.tokens[rows]), edges
 
+    def induced(self, nodes: Tensor) -> Graph:
+        """The graph of some nodes, renumbered in this order, and the edges between them.
+
+        nodes: distinct int64 indices, of a single graph. `order` says which edges of this graph
+        the new ones are.
+        """
+        if self.samples != 1:
+            raise bad("graph", "a single graph", f"{self.samples} samples")
+        place = torch.full((self.nodes,), -1, dtype=torch.int32, device=self.device)
+        place[nodes] = torch.arange(len(nodes), dtype=torch.int32, device=self.device)
+        if int((place >= 0).sum()) != len(nodes):
+            raise bad("nodes", "distinct nodes", "repeated ones")
+        counts = self.degrees[nodes].long()
+        edges = _ranges(self.query_starts[nodes].long(), counts)
+        seen = place[self.keys[edges]] >= 0
+        edges = edges[seen]
+        ends = torch.stack([place[self.keys[edges]], place[self.queries[edges]]])
+        found = Graph.from_edges(ends, len(nodes))
+        return replace(found, order=edges[found.order])
+
     def __repr__(self) -> str:
         many = f"{self.samples} of " if self.samples > 1 else ""
         return f"Graph({many}{self.nodes} nodes, {self.size} edges)"

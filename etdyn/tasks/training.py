@@ -21,6 +21,7 @@ from etdyn.checks import bad, check_count, check_positive
 from etdyn.datasets import ImageSet
 from etdyn.tasks.checkpoints import load_tensors, save_model, save_tensors
 from etdyn.tasks.images import ImageCompletion, draw_masks, masked_error
+from etdyn.tasks.schedules import warmup_cosine
 
 DRAWS = 4  # of masks, with seeds 0, 1, ..., by which held-out errors are measured
 
@@ -171,8 +172,9 @@ class _Run:
         """One optimiser step."""
         config, model = self.config, self.model
         loss = _loss(model, images, config, self.done)
+        warm = config.warmup * config.iterations
         for group in self.optimiser.param_groups:
-            group["lr"] = config.lr * _schedule(self.done, config)
+            group["lr"] = config.lr * warmup_cosine(self.done, warm, config.iterations)
         self.optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
@@ -232,15 +234,6 @@ def _loss(model: ImageCompletion, images: Tensor, config: TrainConfig, iteration
     replaced, scored = (m.to(batch.device) for m in masks)
     predicted = model(batch, replaced)
     return masked_error(predicted, model.normalised_patches(batch), scored).mean()
-
-
-def _schedule(iteration: int, config: TrainConfig) -> float:
-    """Learning rate over its peak: linear warm-up, then a cosine to 1 %."""
-    warm = config.warmup * config.iterations
-    if iteration < warm:
-        return (iteration + 1) / (warm + 1)
-    phase = (iteration - warm) / max(config.iterations - warm, 1)
-    return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * phase))
 
 
 def _seconds_per_iteration(model: ImageCompletion, images: Tensor, config: TrainConfig) -> float:

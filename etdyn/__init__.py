@@ -2,10 +2,10 @@
 
 from etdyn.analysis import check, compare
 from etdyn.couplings import Coupling, LinearCoupling
-from etdyn.energies import Attention, Energy, EnergySum, Hopfield
+from etdyn.energies import Attention, Hopfield
 from etdyn.graph_attention import GraphAttention
 from etdyn.graphs import Graph
-from etdyn.interactions import Interaction
+from etdyn.interactions import Energy, EnergySum, Interaction
 from etdyn.lagrangians import IsingSpin, Lagrangian, LayerNorm, Quadratic
 from etdyn.solve import (
     Equilibrium,

@@ -1,4 +1,4 @@
-"""Interaction energies of the activations g, with their forces and Hessians in closed form.
+"""The energies of the Energy Transformer, with their forces and Hessians in closed form.
 
 Every energy is per sample, `(batch,)`; g, forces and directions are `(batch, token, feature)`.
 Forces are -grad_g E. Source: Hoover et al. 2023, equations 2 to 5; ET sections 1.2 and 1.3.
@@ -6,124 +6,15 @@ Forces are -grad_g E. Source: Hoover et al. 2023, equations 2 to 5; ET sections 
 
 from __future__ import annotations
 
-import copy
 import math
-from abc import abstractmethod
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor, nn
 
-from etdyn.checks import bad, check_choice, check_count, check_positive
-from etdyn.interactions import Interaction
+from etdyn.checks import check_choice, check_count, check_positive
+from etdyn.interactions import Energy
 
-if TYPE_CHECKING:
-    from etdyn.graphs import Graph
-
-__all__ = ["Attention", "Energy", "EnergySum", "Hopfield"]
-
-
-class Energy(Interaction):
-    """An interaction energy E(g); `a + b` is an `EnergySum` that keeps both names."""
-
-    name = "energy"
-
-    @abstractmethod
-    def energy_and_force(self, g: Tensor, relative: bool = False) -> tuple[Tensor, Tensor]:
-        """E `(batch,)` and -grad_g E `(batch, token, feature)` in one pass.
-
-        relative: subtract the energy's value at zero weights, exactly (the mean instead of the
-        sum inside each logarithm).
-        """
-
-    @abstractmethod
-    def hvp(self, g: Tensor, u: Tensor) -> Tensor:
-        """The Hessian of E at g times the direction u."""
-
-    def energy(self, g: Tensor, relative: bool = False) -> Tensor:
-        """E(g), `(batch,)`."""
-        return self.energy_and_force(g, relative)[0]
-
-    def force(self, g: Tensor) -> Tensor:
-        """-grad_g E at g."""
-        return self.energy_and_force(g)[1]
-
-    def terms(self) -> dict[str, Energy]:
-        """The named energies that this one is the sum of."""
-        return {self.name: self}
-
-    def force_jvp(self, g: Tensor, u: Tensor) -> Tensor:
-        """Minus the Hessian times u."""
-        return -self.hvp(g, u)
-
-    def __add__(self, other: Energy) -> EnergySum:
-        mine, theirs = self.terms(), other.terms()
-        twice = mine.keys() & theirs.keys()
-        if twice:
-            raise bad("energies", "terms with different names", f"{sorted(twice)} twice")
-        return EnergySum(mine | theirs)
-
-
-class EnergySum(Energy):
-    """A sum of energies whose terms keep their names.
-
-    Args:
-        terms: name -> energy. The names become the names of the results' variables.
-    """
-
-    name = "sum"
-
-    def __init__(self, terms: Mapping[str, Energy]) -> None:
-        super().__init__()
-        if not terms:
-            raise bad("terms", "at least one energy", "none")
-        self.parts = nn.ModuleDict(dict(terms))
-
-    def terms(self) -> dict[str, Energy]:
-        """The named terms."""
-        return dict(self.parts.items())  # type: ignore[arg-type]  # a ModuleDict forgets its type
-
-    def energy_and_force(self, g: Tensor, relative: bool = False) -> tuple[Tensor, Tensor]:
-        """The sums over the terms; see `Energy`."""
-        pairs = [term.energy_and_force(g, relative) for term in self.terms().values()]
-        return _total([e for e, _ in pairs]), _total([f for _, f in pairs])
-
-    def energy(self, g: Tensor, relative: bool = False) -> Tensor:
-        """E(g), `(batch,)`."""
-        return _total([term.energy(g, relative) for term in self.terms().values()])
-
-    def force(self, g: Tensor) -> Tensor:
-        """-grad_g E at g."""
-        return _total([term.force(g) for term in self.terms().values()])
-
-    def hvp(self, g: Tensor, u: Tensor) -> Tensor:
-        """The Hessian of E at g times u."""
-        return _total([term.hvp(g, u) for term in self.terms().values()])
-
-    def curvature_bound(self, tokens: int) -> float:
-        """The sum of the terms' bounds."""
-        return sum(term.curvature_bound(tokens) for term in self.terms().values())
-
-    def _set_masks(self, tokens: Tensor | None, keys: Tensor | None) -> None:
-        masked = {name: term.masked(tokens, keys) for name, term in self.terms().items()}
-        self._modules = {"parts": nn.ModuleDict(masked)}
-
-    def on(self, graph: Graph, weights: Tensor | None = None) -> Self:
-        """The sum of the terms over the edges of a graph."""
-        return self._each({n: term.on(graph, weights) for n, term in self.terms().items()})
-
-    def select(self, rows: Tensor) -> Self:
-        """The sum of the terms as some samples of the batch feel it."""
-        return self._each({n: term.select(rows) for n, term in self.terms().items()})
-
-    def _each(self, terms: dict[str, Energy]) -> Self:
-        """Made of these terms; the sum itself where they are its own."""
-        if all(term is self.terms()[name] for name, term in terms.items()):
-            return self
-        view = copy.copy(self)
-        view._modules = {"parts": nn.ModuleDict(terms)}
-        return view
+__all__ = ["Attention", "Hopfield", "per_sample", "score_norms"]
 
 
 class Attention(Energy):
@@ -161,15 +52,32 @@ class Attention(Energy):
         self.query = nn.Parameter(torch.empty(heads, head_dim, dim).normal_(std=dim**-0.5))
         self.key = nn.Parameter(torch.empty(heads, head_dim, dim).normal_(std=dim**-0.5))
 
-    def curvature_bound(self, tokens: int) -> float:
-        """2 sum_h |key_h^T query_h|_2 sqrt(c), c = tokens - 1, or tokens with self-attention.
+    @torch.no_grad()
+    def curvature_bound(self, tokens: int) -> float | Tensor:
+        """2 sum_h |S_h|_2 sqrt(c), S_h = key_h^T query_h, c the most queries that see one key.
 
         Source: ET-F21.
         """
-        # |K^T Q|_2 from the small triangular factors of K^T and Q^T
-        key, query = (torch.linalg.qr(w.detach().mT, mode="r").R for w in (self.key, self.query))
-        norms = torch.linalg.matrix_norm(key @ query.mT, 2)
-        return 2 * float(norms.sum()) * math.sqrt(tokens - (not self.self_attention))
+        norms = score_norms(self.key, self.query)
+        return per_sample(2 * norms.sum() * self._seen(tokens).sqrt())
+
+    @torch.no_grad()
+    def hessian_bound(self, tokens: int, centre: float, radius: float) -> float | Tensor:
+        """sum_h 2 |S_h| sqrt(c) + 2 beta |S_h|^2 (c G^2 + radius^2), G = centre + radius.
+
+        S_h and c are those of `curvature_bound`. Source: ET-F21; `GraphAttention` has the proof.
+        """
+        norms, seen = score_norms(self.key, self.query), self._seen(tokens)
+        curved = seen * (centre + radius) ** 2 + seen.clamp(max=1) * radius**2
+        crossed = norms.sum() * seen.sqrt()
+        return per_sample(2 * crossed + 2 * self.beta * norms.square().sum() * curved)
+
+    def _seen(self, n: int) -> Tensor:
+        """The most queries that see one key, `(batch or 1,)`."""
+        allowed = self._allowed(n)
+        if allowed is None:
+            return self.query.new_full((1,), n)
+        return allowed.sum(-2).amax((1, 2)).to(self.query)
 
     def _allowed(self, n: int) -> Tensor | None:
         """Which key (last axis) each query may see, `(batch or 1, 1, query, key)`; None: all."""
@@ -213,7 +121,7 @@ class Attention(Energy):
         weights = logits.softmax(-1)
         return weights if rows is None else weights * rows
 
-    def _energy(
+    def _local_energies(
         self, logits: Tensor, allowed: Tensor | None, rows: Tensor | None, relative: bool
     ) -> Tensor:
         if relative:
@@ -230,7 +138,7 @@ class Attention(Energy):
             lse = logits.logsumexp(-1, keepdim=True)
         if rows is not None:
             lse = torch.where(rows, lse, torch.zeros_like(lse))
-        return -lse.sum((1, 2, 3)) / self.beta
+        return -lse.squeeze(-1) / self.beta
 
     def _force(self, keys: Tensor, queries: Tensor, weights: Tensor) -> Tensor:
         as_query = self._merge(weights @ keys, self.query)
@@ -241,12 +149,16 @@ class Attention(Energy):
         """See `Energy`. With P = softmax_b(beta A): force_c = query^T (P K) + key^T (P^T Q)."""
         keys, queries, logits, allowed, rows = self._scores(g)
         force = self._force(keys, queries, self._softmax(logits, rows))
-        return self._energy(logits, allowed, rows, relative), force
+        return self._local_energies(logits, allowed, rows, relative).sum((1, 2)), force
 
     def energy(self, g: Tensor, relative: bool = False) -> Tensor:
         """E(g), `(batch,)`."""
+        return self.local_energies(g, relative).sum((1, 2))
+
+    def local_energies(self, g: Tensor, relative: bool = False) -> Tensor:
+        """The energy of every head and query, `(batch, head, query)`."""
         _, _, logits, allowed, rows = self._scores(g)
-        return self._energy(logits, allowed, rows, relative)
+        return self._local_energies(logits, allowed, rows, relative)
 
     def force(self, g: Tensor) -> Tensor:
         """-grad_g E at g."""
@@ -254,11 +166,7 @@ class Attention(Energy):
         return self._force(keys, queries, self._softmax(logits, rows))
 
     def head_forces(self, g: Tensor) -> Tensor:
-        """The force of every head, on tokens as queries and as keys; they sum to the force.
-
-        Returns:
-            `(head, 2, batch, token, feature)`.
-        """
+        """See `Interaction`."""
         keys, queries, logits, _, rows = self._scores(g)
         weights = self._softmax(logits, rows)
         as_query = torch.einsum("bhty,hyd->hbtd", weights @ keys, self.query)
@@ -323,10 +231,23 @@ class Hopfield(Energy):
         """Zero: memories are concave."""
         return 0.0
 
+    @torch.no_grad()
+    def hessian_bound(self, tokens: int, centre: float, radius: float) -> float:
+        """relu |Xi|^2, power (n - 1) (max |xi| G)^(n - 2) |Xi|^2, softmax beta |Xi|^2.
+
+        With G = centre + radius: |relu(h)| <= max |xi| G, and diag(p) - p p^T <= 1. ET-F21.
+        """
+        size = float(torch.linalg.matrix_norm(self.memories, 2)) ** 2
+        if self.kind == "softmax":
+            return self.beta * size
+        longest = float(torch.linalg.vector_norm(self.memories, dim=1).max())
+        n = 2 if self.kind == "relu" else self.power
+        return (n - 1) * (longest * (centre + radius)) ** (n - 2) * size
+
     def _overlaps(self, g: Tensor) -> Tensor:
         return g @ self.memories.T
 
-    def _energy(self, h: Tensor, relative: bool) -> Tensor:
+    def _local_energies(self, h: Tensor, relative: bool) -> Tensor:
         if self.kind == "softmax":
             scaled = self.beta * h
             top = scaled.amax(-1, keepdim=True).detach()
@@ -334,9 +255,9 @@ class Hopfield(Energy):
                 per_token = top[..., 0] + torch.log1p(torch.expm1(scaled - top).mean(-1))
             else:
                 per_token = scaled.logsumexp(-1)
-            return self.keep(-per_token / self.beta).sum(1)
+            return self.keep(-per_token / self.beta)
         n = 2 if self.kind == "relu" else self.power
-        return self.keep(-h.relu().pow(n).sum(-1) / n).sum(1)
+        return self.keep(-h.relu().pow(n).sum(-1) / n)
 
     def _response(self, h: Tensor) -> Tensor:
         if self.kind == "softmax":
@@ -353,11 +274,15 @@ class Hopfield(Energy):
     def energy_and_force(self, g: Tensor, relative: bool = False) -> tuple[Tensor, Tensor]:
         """See `Energy`. The force is r(h) memories with r the derivative of the nonlinearity."""
         h = self._overlaps(g)
-        return self._energy(h, relative), self._force(h)
+        return self._local_energies(h, relative).sum(1), self._force(h)
 
     def energy(self, g: Tensor, relative: bool = False) -> Tensor:
         """E(g), `(batch,)`."""
-        return self._energy(self._overlaps(g), relative)
+        return self.local_energies(g, relative).sum(1)
+
+    def local_energies(self, g: Tensor, relative: bool = False) -> Tensor:
+        """The energy of every token, `(batch, token)`."""
+        return self._local_energies(self._overlaps(g), relative)
 
     def force(self, g: Tensor) -> Tensor:
         """-grad_g E at g."""
@@ -381,8 +306,14 @@ class Hopfield(Energy):
         return f"dim={dim}, memories={count}, kind={self.kind!r}"
 
 
-def _total(parts: list[Tensor]) -> Tensor:
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
+def score_norms(key: Tensor, query: Tensor) -> Tensor:
+    """|key_h^T query_h|_2 of every head, `(head,)`."""
+    # from the small triangular factors of key^T and query^T
+    key, query = (torch.linalg.qr(w.mT, mode="r").R for w in (key, query))
+    norms: Tensor = torch.linalg.matrix_norm(key @ query.mT, 2)
+    return norms
+
+
+def per_sample(bound: Tensor) -> float | Tensor:
+    """`(batch,)`, or the number that one sample has."""
+    return float(bound) if len(bound) == 1 else bound

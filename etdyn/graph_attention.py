@@ -9,13 +9,13 @@ import copy
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from etdyn.checks import bad, check_count, check_positive, check_tensor
-from etdyn.energies import Energy
+from etdyn.energies import per_sample, score_norms
 from etdyn.graph_products import (
     EDGE,
     KEY,
@@ -27,6 +27,7 @@ from etdyn.graph_products import (
     to_edges,
 )
 from etdyn.graphs import Graph
+from etdyn.interactions import Energy
 
 __all__ = ["GraphAttention"]
 
@@ -103,6 +104,14 @@ class GraphAttention(Energy):
         else:
             self._buffers["weights"] = weights
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy whose weights, where a network computed them, no longer depend on it."""
+        if self.weights is not None and not self.weights.is_leaf:
+            memo[id(self.weights)] = self.weights.detach().clone().requires_grad_()
+        copied = type(self).__new__(type(self))
+        copied.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return copied
+
     def _set_masks(self, tokens: Tensor | None, keys: Tensor | None) -> None:
         super()._set_masks(tokens, keys)
         if self._graph is None or (tokens is None and keys is None):
@@ -141,26 +150,65 @@ class GraphAttention(Energy):
         view._attach(graph, None if self.weights is None else self.weights[edges])
         return view
 
-    @torch.no_grad()
-    def curvature_bound(self, tokens: int) -> float:
-        """2 sum_h |key_h^T query_h|_2 sqrt(r_h c_h) >= the largest eigenvalue of the Hessian.
-
-        r_h is the largest |w_hcb|, and c_h the largest sum over the queries that see one key;
-        without weights 1 and the number of these queries. From u.Hu = -2 sum P w <key u_b,
-        query u_c> - beta sum_c Var_b(...), where the variances do not raise it, and
-        |P w|_2 <= sqrt(|P w|_1 |P w|_inf) with P <= 1 and sum_b P = 1. Source: ET-F21.
-        """
+    def sizes(self) -> tuple[int | None, int | None]:
+        """Those of the graph; one graph serves any number of samples."""
         graph = self.graph
-        if not graph.size:
-            return 0.0
-        key, query = (torch.linalg.qr(w.mT, mode="r").R for w in (self.key, self.query))
-        norms = torch.linalg.matrix_norm(key @ query.mT, 2)
-        if self.weights is None:
-            return 2 * float(norms.sum()) * math.sqrt(int(graph.key_starts.diff().max()))
-        sizes = self.weights.abs()
-        ones = sizes.new_ones(len(graph.query_starts) - 1, 1)
-        seen = [contract(graph, KEY, size, ones).max() for size in sizes.T]
-        return 2 * float((norms * (sizes.amax(0) * torch.stack(seen)).sqrt()).sum())
+        return (None if graph.samples == 1 else graph.samples), graph.nodes
+
+    @torch.no_grad()
+    def curvature_bound(self, tokens: int) -> float | Tensor:
+        """2 sum_h |S_h| sqrt(r_h c_h) >= the largest eigenvalue of the Hessian.
+
+        With S_h = key_h^T query_h, r_h the largest |w_hcb|, and c_h the largest sum of |w_hcb|
+        over the queries c that see one key; without weights 1 and the number of these queries.
+        In a batch of graphs each sample has its own, `(batch,)`. From
+
+            u.Hu = -2 sum_hcb P w <key u_b, query u_c> - beta sum_hc Var_{b~P}(w_cb dA_cb)
+            dA_cb = <key u_b, query g_c> + <key g_b, query u_c>
+
+        where the variances do not raise it, and |P w|_2 <= sqrt(|P w|_1 |P w|_inf) with P <= 1
+        and sum_b P = 1. Source: ET-F21.
+        """
+        most, seen, _, _ = self._sizes()
+        norms = score_norms(self.key, self.query)[:, None]
+        return per_sample((2 * norms * (most * seen).sqrt()).sum(0))
+
+    @torch.no_grad()
+    def hessian_bound(self, tokens: int, centre: float, radius: float) -> float | Tensor:
+        """sum_h 2 |S_h| sqrt(r_h c_h) + 2 beta |S_h|^2 (q_h G^2 + (r_h radius + d_h centre)^2).
+
+        |H|_2 at most while all g lie within `radius` of a point at `centre` from zero, so that
+        |g| <= G = centre + radius. S_h, r_h and c_h as in `curvature_bound`; q_h is the largest
+        sum of w^2 over the queries that see one key, d_h half the largest range of w within a
+        row; without weights the number of these queries, and zero: `Attention`'s bound.
+
+        The first term bounds the crossed part of u.Hu, see there. A variance is at most twice
+        those of both parts of w dA. As P <= 1, that of the first sums to
+
+            sum_c Var(w <key u_b, query g_c>) <= sum_cb w^2 |S|^2 G^2 |u_b|^2 <= q |S|^2 G^2 |u|^2
+
+        A variance is at most the mean square distance from any point. With the middle m of the
+        row's weights and the centre z of the ball, |w g_b - m z| <= |w| radius + |w - m| |z|, so
+
+            sum_c Var(<w key g_b, query u_c>) <= (r radius + d centre)^2 |S|^2 |u|^2
+        """
+        most, seen, squares, spread = self._sizes()
+        norms = score_norms(self.key, self.query)[:, None]
+        curved = squares * (centre + radius) ** 2 + (most * radius + spread * centre) ** 2
+        crossed = norms * (most * seen).sqrt()
+        return per_sample((2 * crossed + 2 * self.beta * norms.square() * curved).sum(0))
+
+    def _sizes(self) -> tuple[Tensor, ...]:
+        """r, c, q and d of `hessian_bound`, each `(head or 1, sample)`."""
+        graph, found = self.graph, []
+        ones = self.query.new_ones(len(graph.query_starts) - 1, 1)
+        heads = self.query.new_ones(1, graph.size) if self.weights is None else self.weights.T
+        for w in heads.contiguous():
+            top, low = row_top(graph, w), -row_top(graph, -w)
+            seen, squares = (contract(graph, KEY, v, ones)[:, 0] for v in (w.abs(), w.square()))
+            found.append(torch.stack([top.maximum(-low), seen, squares, (top - low) / 2]))
+        by_sample = torch.stack(found, 1).reshape(4, len(found), graph.samples, graph.nodes)
+        return by_sample.amax(-1).unbind()
 
     def _fitted(self, g: Tensor) -> tuple[Graph, Tensor | None]:
         """The graph and the weights for all samples of g."""
@@ -200,17 +248,13 @@ class GraphAttention(Energy):
         """E(g), `(batch,)`."""
         return self.local_energies(g, relative).sum((1, 2))
 
-    def local_energies(self, g: Tensor, relative: bool = True) -> Tensor:
-        """The energy of every head and query, `(batch, head, token)`; they sum to the energy."""
+    def local_energies(self, g: Tensor, relative: bool = False) -> Tensor:
+        """The energy of every head and query, `(batch, head, query)`."""
         logs = [head.log_mean() if relative else head.pull()[1] for head in self._heads(g)]
         return -torch.stack([log.reshape(g.shape[:2]) for log in logs], 1) / self.beta
 
     def head_forces(self, g: Tensor) -> Tensor:
-        """The force of every head, on tokens as queries and as keys; they sum to the force.
-
-        Returns:
-            `(head, 2, batch, token, feature)`.
-        """
+        """See `Interaction`."""
         found = []
         for head, query, key in zip(self._heads(g), self.query, self.key, strict=True):
             pull, _ = head.pull()

@@ -190,6 +190,9 @@ class Graph:
         """
         if self.samples != 1:
             raise bad("graph", "a single graph", f"{self.samples} samples")
+        if len(nodes) and not 0 <= int(nodes.min()) <= int(nodes.max()) < self.nodes:
+            raise bad("nodes", f"indices from 0 to {self.nodes - 1}",
+                      f"{int(nodes.min())} to {int(nodes.max())}")  # fmt: skip
         place = torch.full((self.nodes,), -1, dtype=torch.int32, device=self.device)
         place[nodes] = torch.arange(len(nodes), dtype=torch.int32, device=self.device)
         if int((place >= 0).sum()) != len(nodes):
@@ -200,7 +203,7 @@ class Graph:
         edges = edges[seen]
         ends = torch.stack([place[self.keys[edges]], place[self.queries[edges]]])
         found = Graph.from_edges(ends, len(nodes))
-        return replace(found, order=edges[found.order])
+        return replace(found, order=edges[found.order].int())
 
     def __repr__(self) -> str:
         many = f"{self.samples} of " if self.samples > 1 else ""

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from etdyn.checks import bad, check_count, check_finite, check_positive, check_tensor
 from etdyn.couplings import LinearCoupling
-from etdyn.energies import Attention, Energy, Hopfield
+from etdyn.energies import Attention, Hopfield
+from etdyn.interactions import Energy
 from etdyn.lagrangians import IsingSpin, LayerNorm, Quadratic
 from etdyn.systems import System
 

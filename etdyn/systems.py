@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from etdyn.checks import bad, check_choice, check_state
 from etdyn.dynamics import DYNAMICS, Dynamics
-from etdyn.energies import Energy
-from etdyn.interactions import Interaction, take
+from etdyn.interactions import Energy, Interaction, take
 from etdyn.lagrangians import Lagrangian, LayerNorm
 
 if TYPE_CHECKING:

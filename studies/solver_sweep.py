@@ -53,8 +53,9 @@ class Config:
     """Where results go."""
     model: Path = SHIPPED
     """The trained model of the task `digits`."""
-    tasks: tuple[str, ...] = ("digits", "softmax", "relu")
-    """Flows to solve: digits, the trained model; softmax and relu, random systems."""
+    tasks: tuple[str, ...] = ("digits", "softmax", "relu", "graph")
+    """Flows to solve: digits, the trained model; softmax and relu, random systems; graph, one with
+    attention over the edges of a graph."""
     methods: tuple[str, ...] = ()
     """Methods by name; none means all that are available."""
     dtypes: tuple[str, ...] = DTYPES

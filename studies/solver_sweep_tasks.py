@@ -18,6 +18,9 @@ from etdyn.tasks import evaluation_masks
 __all__ = ["TASKS", "Task"]
 
 
+NODES, NEIGHBOURS = 24, 4  # of the random graph: how many, and whom a node sees on average
+
+
 @dataclass(frozen=True)
 class Task:
     """A flow to be solved from 0 to the horizon.
@@ -60,9 +63,24 @@ def random(kind: str, samples: int, seed: int, agreement: float) -> Task:
     return Task(about, system, x0, 1.2, 0.1, agreement)
 
 
+def graph(samples: int, seed: int) -> Task:
+    """Attention over a sparse directed graph with weights, and random starts."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        attention = ed.GraphAttention(16, 1, 16) + ed.Hopfield(16, 32, "softmax")
+        system = ed.System(ed.LayerNorm(16), attention).double()
+        pairs = torch.rand(NODES, NODES) < NEIGHBOURS / NODES
+        net = ed.Graph.from_edges(pairs.nonzero().T, NODES, self_loops=True)
+        weights = torch.rand(net.size, 1, dtype=torch.float64)
+        x0 = torch.randn(samples, NODES, 16, dtype=torch.float64)
+    about = f"a random system on a directed graph of {NODES} nodes and {net.size} weighted edges"
+    return Task(about, system.on(net, weights), x0, 1.2, 0.1, 1e-9)
+
+
 TASKS: dict[str, Callable[[Path, int, int], Task]] = {
     "digits": trained,
     "softmax": lambda _, samples, seed: random("softmax", samples, seed, 1e-9),
     "relu": lambda _, samples, seed: random("relu", samples, seed, 3e-7),
+    "graph": lambda _, samples, seed: graph(samples, seed),
 }
 """By name: a function of the model's path, the number of samples and the seed."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import etdyn as ed
-from etdyn.energies import EnergySum
+from etdyn.interactions import EnergySum
 
 
 def test_sizes_and_numbers_of_the_parts():

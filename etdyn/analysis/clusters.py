@@ -66,7 +66,6 @@ def token_clusters(
     x = _trajectory(states)
     system.check(x[0])
     rows = [[_order(u, angle) for u in _directions(system, now)] for now in x]
-    columns = {name: np.array([[row[name] for row in now] for now in rows]) for name in rows[0][0]}
     dims = ("time", "sample")
     texts = {
         "mean_cosine": "mean cosine of pairs of tokens",
@@ -75,7 +74,10 @@ def token_clusters(
         "narrowest": "smallest angle with as many clusters",
         "widest": "largest angle with as many clusters",
     }
-    data = {name: labelled(dims, columns[name], text) for name, text in texts.items()}
+    data = {
+        name: labelled(dims, np.array([[row[name] for row in now] for now in rows]), text)
+        for name, text in texts.items()
+    }
     data["merge"] = labelled((*dims, "level"), _pad(rows, x.shape[2] - 1), "angle of a merger")
     config = {"angle": angle, "system": describe_system(system)}
     result = xr.Dataset(data, attrs=store.provenance("etdyn.clusters/1", config, x))

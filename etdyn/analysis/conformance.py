@@ -137,7 +137,7 @@ def check(system: System, x: Tensor | None = None, tokens: int = 5, seed: int = 
         system: with an energy, or with a coupling, of which less is asked.
         x: states to measure at, `(batch, token, feature)`, in the dtype of the system, of which
             the first 8 are used; None draws normal ones with standard deviations from 0.01 to 30.
-        tokens: how many, where states are drawn; a mask of the system decides instead.
+        tokens: how many, where states are drawn; a mask or a graph of the system decides instead.
         seed: of the states and directions that are drawn.
 
     Returns:
@@ -151,14 +151,15 @@ def check(system: System, x: Tensor | None = None, tokens: int = 5, seed: int = 
     check_count("seed", seed, least=0)
     rng = torch.Generator().manual_seed(seed)
     drawn = x is None
-    x = _draw(system, tokens, rng) if x is None else x[:MOST_SAMPLES]
+    x = _draw(system, tokens, rng) if x is None else x
     system.check(x)
     check_finite("x", x)
-    rows = torch.arange(len(x), device=x.device)
-    copied = copy.deepcopy(system.select(rows)).double().requires_grad_(False)
+    x = x[:MOST_SAMPLES]
+    system = system.select(torch.arange(len(x), device=x.device))
+    copied = copy.deepcopy(system).double().requires_grad_(False)
     with torch.random.fork_rng([] if x.device.type == "cpu" else [x.device]):
         torch.manual_seed(seed)  # for what is random in there, and should not be
-        if problem := _problem(system.select(rows), x):
+        if problem := _problem(system, x):
             raise bad("system", "one that runs (is `tokens` right?)", problem)
         start = copied.prepare(x.detach().double())
         problem = _problem(copied, start)
@@ -175,17 +176,16 @@ def check(system: System, x: Tensor | None = None, tokens: int = 5, seed: int = 
 
 
 def _draw(system: System, tokens: int, rng: torch.Generator) -> Tensor:
-    """A state of every scale; with masks of their own, for every sample that they have."""
+    """A state of every scale; where a mask or a graph is for one batch, for all of its samples."""
     check_count("tokens", tokens)
-    batch = len(SCALES)
-    for mask in (system._tokens, system._keys):
-        if mask is not None:
-            tokens = mask.shape[-1]
-            batch = batch if len(mask) == 1 else len(mask)
+    masks = [mask for mask in (system._tokens, system._keys) if mask is not None]
+    given = [system.interaction.sizes(), *((len(mask), mask.shape[-1]) for mask in masks)]
+    tokens = next((n for _, n in given if n is not None), tokens)
+    batch = next((count for count, _ in given if count not in (None, 1)), len(SCALES))
     like = system.lagrangian.like
     x = torch.randn(batch, tokens, system.dim, generator=rng, dtype=torch.float64)
     scales = torch.tensor(SCALES, dtype=torch.float64).repeat(math.ceil(batch / len(SCALES)))
-    return (scales[:batch, None, None] * x)[:MOST_SAMPLES].to(like)
+    return (scales[:batch, None, None] * x).to(like)
 
 
 def _problem(system: System, x: Tensor) -> str:

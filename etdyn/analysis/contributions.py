@@ -25,7 +25,7 @@ Source of the path integral: Aumann and Shapley 1974; Friedman 2004; Sundararaja
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,13 +37,12 @@ from etdyn import store
 from etdyn.analysis.paths import CHUNK, OUTPUTS, Decode, Leg, decoded, integrate, legs, numbers
 from etdyn.checks import bad, check_count
 from etdyn.dynamics import DYNAMICS
-from etdyn.energies import Attention, Hopfield
+from etdyn.energies import Hopfield
 from etdyn.solve.solution import Solution, describe_system
 from etdyn.systems import System
 
 __all__ = ["contributions", "head_contributions", "memory_contributions", "node_scores"]
 
-_Term = TypeVar("_Term", Attention, Hopfield)
 ROLES = ("query", "key")
 
 
@@ -110,12 +109,13 @@ def head_contributions(
         ValueError, TypeError: as `contributions`; no attention, or several.
     """
     system = solution.system
-    term = _only(system, Attention)
+    name, heads = _attention(system, solution.x[0])
 
     def rates(x: Tensor) -> Tensor:
-        return _push(system, x, term.head_forces(system.activation(x)).flatten(0, 1))
+        forces = system.interaction.terms()[name].head_forces(system.activation(x))
+        assert forces is not None
+        return _push(system, x, forces.flatten(0, 1))
 
-    heads = len(term.query)
     found = []
     for leg in legs(solution, steps):
         done = integrate(leg, decode, rates)
@@ -148,7 +148,7 @@ def memory_contributions(
             memories than asked for.
     """
     check_count("strongest", strongest)
-    memories = _only(solution.system, Hopfield).memories
+    memories = _memories(solution.system).memories
     if strongest > len(memories):
         raise bad("strongest", f"at most the {len(memories)} memories", strongest)
     kept, indices, rests = [], [], []
@@ -218,7 +218,7 @@ def _strongest(
     system: System, leg: Leg, decode: Decode, count: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Indices and contributions `(count, batch, ...)` of the strongest memories, and all's sum."""
-    term = _only(system, Hopfield)
+    term = _memories(system)
     index, best, total = None, None, None
     for of in torch.split(torch.arange(len(term.memories), device=leg.x0.device), CHUNK):
 
@@ -239,10 +239,20 @@ def _strongest(
     return index, best, total
 
 
-def _only(system: System, kind: type[_Term]) -> _Term:
-    found = [t for t in system.interaction.terms().values() if isinstance(t, kind)]
+def _attention(system: System, x: Tensor) -> tuple[str, int]:
+    """The name of the term that has heads, and how many."""
+    g = system.activation(x)
+    forces = {name: term.head_forces(g) for name, term in system.interaction.terms().items()}
+    found = [(name, len(each)) for name, each in forces.items() if each is not None]
     if len(found) != 1:
-        raise bad("solution", f"a system with one term of kind {kind.__name__}", len(found))
+        raise bad("solution", "a system with one term that has heads, as Attention", len(found))
+    return found[0]
+
+
+def _memories(system: System) -> Hopfield:
+    found = [t for t in system.interaction.terms().values() if isinstance(t, Hopfield)]
+    if len(found) != 1:
+        raise bad("solution", "a system with one term of kind Hopfield", len(found))
     return found[0]
 
 

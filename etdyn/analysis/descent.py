@@ -13,7 +13,6 @@ from torch import Tensor
 from etdyn import store
 from etdyn.analysis.labels import flags, labelled
 from etdyn.checks import bad
-from etdyn.energies import Attention, Hopfield
 from etdyn.solve import Solution, Status, descend, solve
 from etdyn.systems import System
 
@@ -133,30 +132,14 @@ def local_energies(system: System, x: Tensor) -> dict[str, Tensor]:
     Returns:
         "attention" `(batch, head, token)`: -1/beta log mean_b exp(beta <K_hb, Q_hc>) of the query
         c; "hopfield" and (leaky) "lagrangian" `(batch, token)`. Each sums over what follows the
-        batch to `energies(x, relative=True)`. Terms of other kinds do not say and are left out.
+        batch to `energies(x, relative=True)`. Terms without `local_energies` are left out.
     """
-    g, found = system.activation(x), {}
-    for name, term in system.potential.terms().items():
-        if isinstance(term, Attention):
-            found[name] = _by_query(term, g)
-        elif isinstance(term, Hopfield):
-            alone = term.masked().energy(g.flatten(0, 1).unsqueeze(1), relative=True)
-            found[name] = system.keep(alone.reshape(g.shape[:2]))
+    g, terms = system.activation(x), system.potential.terms()
+    told = {name: term.local_energies(g, relative=True) for name, term in terms.items()}
     neuron = system._law.neuron_energy(system.lagrangian, system._stand_in(x))
-    return found if neuron is None else found | {"lagrangian": system.keep(neuron)}
-
-
-def _by_query(term: Attention, g: Tensor) -> Tensor:
-    # `_energy` sums a sample's queries: with a query a sample there is nothing to sum
-    _, _, logits, allowed, rows = term._scores(g)
-    apart = [
-        None if part is None else part.expand(*logits.shape[:3], -1).reshape(-1, 1, 1, width)
-        for part, width in ((logits, g.shape[1]), (allowed, g.shape[1]), (rows, 1))
-    ]
-    logits_apart, allowed_apart, rows_apart = apart
-    assert logits_apart is not None
-    energy = term._energy(logits_apart, allowed_apart, rows_apart, relative=True)
-    return energy.reshape(logits.shape[:3])
+    if neuron is not None:
+        told["lagrangian"] = system.keep(neuron)
+    return {name: energy for name, energy in told.items() if energy is not None}
 
 
 def _observe(system: System, x: Tensor) -> dict[str, Tensor]:

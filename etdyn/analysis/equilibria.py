@@ -71,7 +71,7 @@ def survey(
         starts: float64 `(start, token, feature)`; their generator's seed is the caller's.
         method, tol, max_evaluations: of `find_equilibrium`.
         symmetry: None, or "permutation" where all tokens that exist play the same part (no
-            position codes in the system and no mask of keys, ET-F4).
+            position codes in the system, no graph and no mask of keys, ET-F4).
 
     Returns:
         Dataset (schema "etdyn.equilibria/1"), equilibria sorted by energy. By start: `label`
@@ -286,10 +286,14 @@ def _check(system: System, starts: Tensor, symmetry: str | None) -> None:
     if not system.has_energy:
         raise TypeError("system: expected an interaction with an energy, got one without")
     system.check(starts, "starts")
+    samples, tokens = system.interaction.sizes()
     if symmetry is not None:
         check_choice("symmetry", symmetry, ("permutation",))
-        if "keys" in (system.masks or {}):
-            raise bad("symmetry", "None where keys are masked", repr(symmetry))
+        if "keys" in (system.masks or {}) or tokens is not None:
+            raise bad("symmetry", "None where keys are masked or tokens have their places, as in "
+                      "a graph", repr(symmetry))  # fmt: skip
+    if samples is not None:
+        raise bad("starts", "one graph for all (survey each graph by itself)", samples)
     try:  # one state more than there are starts fits every mask but one per sample
         system.check(starts[:1].expand(len(starts) + 1, -1, -1))
     except ValueError:

@@ -133,6 +133,7 @@ def _advance(
     found = integrate_batched(
         velocity, start, (0.0, 1.0), TABLEAUS["dopri5"], rtol=rtol, atol=rtol / 100,
         max_steps=MAX_STEPS,
+        tokens=None if system._tokens is None else system._tokens.repeat(1, 1 + k),
     )  # fmt: skip
     end, moved = found.x_end[:, :tokens], found.x_end[:, tokens:]
     return end, moved.reshape(u.shape), found.status.cpu().to(torch.int8)

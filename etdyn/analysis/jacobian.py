@@ -25,8 +25,8 @@ from etdyn.analysis.operators import (
     stability_product,
     without_null,
 )
-from etdyn.analysis.spectrum import left_out
-from etdyn.checks import bad, check_count, check_finite
+from etdyn.analysis.spectrum import check_modes, left_out
+from etdyn.checks import check_finite
 from etdyn.solve.solution import describe_system
 from etdyn.systems import System
 
@@ -67,10 +67,7 @@ def jacobian_spectrum(system: System, x: Tensor, k: int | None = None) -> xr.Dat
     check_finite("x", x)
     here = Linearisation(system, x)
     room = here.tokens() * x.shape[2] - here.null()
-    if k is not None:
-        check_count("k", k)
-        if k > int(room.min()) - 2:
-            raise bad("k", f"at most {int(room.min()) - 2} eigenvalues", k)
+    check_modes(k, int(room.min()) - 2)  # as ARPACK needs it
     modes = int(room.max()) if k is None else k
     found = np.full((3, len(x), modes), np.nan)
     more = np.full((2, len(x)), np.nan)

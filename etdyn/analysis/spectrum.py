@@ -114,11 +114,16 @@ def _check(system: System, x: Tensor, k: int | None, which: str) -> tuple[Tensor
     check_finite("x", x)
     here = Linearisation(system, x)
     room = here.tokens() * x.shape[2] - here.null()
+    check_modes(k, int(room.min()) // sum(ENDS[which]))
+    return x, room
+
+
+def check_modes(k: int | None, most: int) -> None:
+    """Raise unless k is None, for all eigenvalues, or a count of at most this many."""
     if k is not None:
         check_count("k", k)
-        if k * sum(ENDS[which]) > int(room.min()):
-            raise bad("k", f"at most {int(room.min()) // sum(ENDS[which])} eigenvalues", k)
-    return x, room
+        if k > most:
+            raise bad("k", f"at most {most} eigenvalues", k)
 
 
 # |S| (batch,); values, residuals, radial shares (batch, mode); unit vectors (batch, mode, ...)

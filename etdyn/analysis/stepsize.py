@@ -25,7 +25,6 @@ from etdyn import store
 from etdyn.analysis.labels import labelled
 from etdyn.analysis.spectrum import spectrum
 from etdyn.checks import check_count, check_finite, check_positive, check_tensor
-from etdyn.energies import Attention, Energy, Hopfield
 from etdyn.lagrangians import LayerNorm
 from etdyn.solve.descent import descent_bound
 from etdyn.solve.euler import iterate
@@ -185,38 +184,19 @@ def multiplier(system: System, x: Tensor, step: float | Tensor, size: float = 1e
     return _per_sample("etdyn.multiplier/1", system, x, values, size=size)
 
 
-def hessian_bound(system: System, tokens: int) -> float:
+@torch.no_grad()
+def hessian_bound(system: System, tokens: int) -> float | Tensor:
     """|H|_2 at most, wherever g is under layer norm; infinite where not known.
 
-        attention  sum_h 2 |S_h| sqrt(c) + 2 beta |S_h|^2 (c G^2 + R^2)
-        memories   relu |Xi|^2,  power (n - 1) (max |xi| G)^(n - 2) |Xi|^2,  softmax beta |Xi|^2
+    See `hessian_bound` of the terms, with the ball of radius gamma sqrt(D) around delta.
 
-    with S_h = key_h^T query_h, c = tokens - 1 (or tokens, with self-attention), R = gamma sqrt(D)
-    and G = |delta| + R >= |g|. Source: ET-F21; power and softmax by |relu(h)| <= max |xi| G and
-    diag(p) - p p^T <= 1.
+    Returns:
+        One number for all samples, or `(batch,)` where masks or graphs make them differ.
     """
     if not isinstance(system.lagrangian, LayerNorm):
         return math.inf
-    r = float(system.lagrangian.radius)
-    reach = r + float(torch.linalg.vector_norm(system.lagrangian.delta))
-    return sum(_hessian(t, tokens, r, reach) for t in system.potential.terms().values())
-
-
-@torch.no_grad()
-def _hessian(term: Energy, tokens: int, r: float, reach: float) -> float:
-    if isinstance(term, Attention):
-        norms = torch.linalg.matrix_norm(term.key.mT @ term.query, 2)
-        c = tokens - (not term.self_attention)
-        curved = 2 * term.beta * float(norms.square().sum()) * (c * reach**2 + r**2)
-        return 2 * float(norms.sum()) * math.sqrt(c) + curved
-    if isinstance(term, Hopfield):
-        size = float(torch.linalg.matrix_norm(term.memories, 2)) ** 2
-        if term.kind == "softmax":
-            return term.beta * size
-        longest = float(torch.linalg.vector_norm(term.memories, dim=1).max())
-        n = 2 if term.kind == "relu" else term.power
-        return (n - 1) * (longest * reach) ** (n - 2) * size
-    return math.inf
+    centre = float(torch.linalg.vector_norm(system.lagrangian.delta))
+    return system.potential.hessian_bound(tokens, centre, float(system.lagrangian.radius))
 
 
 def _jacobian_bound(system: System, x: Tensor) -> Tensor:

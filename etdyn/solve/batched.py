@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from etdyn.checks import bad, check_count, check_finite, check_positive, check_tensor
+from etdyn.interactions import take
 from etdyn.solve import tableaus
 from etdyn.solve.solution import Status
 from etdyn.solve.tableaus import Floats, Tableau
@@ -77,6 +78,7 @@ def integrate_batched(
     first_step: float | None = None,
     min_step: float = 0.0,
     stop: Stop | None = None,
+    tokens: Tensor | None = None,
 ) -> BatchedResult:
     """Integrate dx/dt = velocity(t, x) from times[0] to times[-1], every sample on its own.
 
@@ -97,6 +99,7 @@ def integrate_batched(
         stop: (t, x, velocity, index) -> bool `(b,)`, called without gradient at the start and
             after every accepted step, on the samples that took it. Where true the sample ends
             there with EQUILIBRIUM.
+        tokens: bool `(batch or 1, token)`, which tokens the RMS is over; None is all.
 
     Returns:
         BatchedResult. A sample that failed has MAX_STEPS, NONFINITE (NaN or infinity that ten
@@ -121,7 +124,8 @@ def integrate_batched(
     check_count("max_steps", max_steps)
     check_positive("first_step", 1.0 if first_step is None else first_step)
     check_positive("min_step", min_step, zero=True)
-    run = _Integration(velocity, x0, _grid(times), tableau, stop, rtol=rtol, atol=atol)
+    run = _Integration(velocity, x0, _grid(times), tableau, stop, tokens=tokens, rtol=rtol,
+                       atol=atol)  # fmt: skip
     if len(x0):
         run.start(first_step)
     while run.retire(max_steps, min_step):
@@ -168,11 +172,11 @@ class _Integration:
 
     def __init__(
         self, velocity: Velocity, x0: Tensor, times: Floats, tableau: Tableau, stop: Stop | None,
-        **tolerances: float,
+        *, tokens: Tensor | None, **tolerances: float,
     ) -> None:  # fmt: skip
         batch = len(x0)
         self.velocity, self.times, self.tableau, self.stop = velocity, times, tableau, stop
-        self.tolerances = tolerances
+        self.tokens, self.tolerances = tokens, tolerances
         self.x = self.k = x0
         self.index = np.arange(batch)
         self.rows = self._device(self.index)
@@ -214,8 +218,9 @@ class _Integration:
 
             self.evaluations[self.index] += 1
             self.h[self.index] = tableaus.first_steps(
-                self.tableau, trial, self.x, self.k, longest=span, **self.tolerances
-            )
+                self.tableau, trial, self.x, self.k, longest=span,
+                tokens=take(self.tokens, self.rows), **self.tolerances,
+            )  # fmt: skip
 
     def retire(self, max_steps: float = np.inf, min_step: float = 0.0) -> bool:
         """Take the samples out that have ended; whether any is left."""
@@ -248,8 +253,9 @@ class _Integration:
         step = self._take(t, h, t1)
         self.evaluations[i] += self.tableau.stages - 1
         error = tableaus.error_ratio(
-            self.tableau, step.x0, step.x1, step.stages, h=step.h_device, **self.tolerances
-        )
+            self.tableau, step.x0, step.x1, step.stages, h=step.h_device,
+            tokens=take(self.tokens, self.rows), **self.tolerances,
+        )  # fmt: skip
         good = error <= 1
         attempts = self.accepted[i] + self.rejected[i]
         self.log[i, attempts % KEPT_STEPS] = np.stack([t, h, error, good], 1)

@@ -40,23 +40,26 @@ def descent_bound(system: System, x: Tensor) -> Tensor:
 
 
 def _bound(system: System, x: Tensor, force: Tensor, v: Tensor) -> Tensor:
-    top, lagrangian = system.interaction.curvature_bound(x.shape[1]), system.lagrangian
-    if math.isinf(top) or not isinstance(lagrangian, LayerNorm):
+    lagrangian = system.lagrangian
+    if not isinstance(lagrangian, LayerNorm):
         return torch.zeros_like(x[:, 0, 0])
+    top = system.interaction.curvature_bound(x.shape[1])
+    top = torch.as_tensor(top, dtype=x.dtype, device=x.device).reshape(-1, 1)
     gamma, root = lagrangian.gamma, math.sqrt(lagrangian.dim)
     if system.dynamics == "sphere":
         y = lagrangian.centre(x)
-        outward = (y * force).sum(-1) / y.square().sum(-1).sqrt() / (gamma * root)
-        rate = (top + outward).amax(1)
-        return torch.where(rate > 0, 2 / rate, torch.inf)
-    sigma, w = lagrangian.sigma(x), lagrangian.centre(v).square().sum(-1).sqrt() / root
-    if system.dynamics == "et":
-        steps = sigma / (gamma * top / 2 + w) if top else torch.full_like(sigma, torch.inf)
+        rate = top + (y * force).sum(-1) / y.square().sum(-1).sqrt() / (gamma * root)
+        steps = torch.where(rate > 0, 2 / rate, torch.inf)
     else:
-        b = sigma + w + gamma * top / 2
-        steps = 2 * sigma / (b + (b * b - 4 * w * sigma).clamp(min=0).sqrt())
-        steps = steps if top else torch.ones_like(sigma)
-    return steps.amin(1)
+        sigma, w = lagrangian.sigma(x), lagrangian.centre(v).square().sum(-1).sqrt() / root
+        if system.dynamics == "et":
+            steps = torch.where(top > 0, sigma / (gamma * top / 2 + w), torch.inf)
+        else:
+            b = sigma + w + gamma * top / 2
+            steps = 2 * sigma / (b + (b * b - 4 * w * sigma).clamp(min=0).sqrt())
+            steps = torch.where(top > 0, steps, 1)
+    absent = system.keep(torch.ones_like(steps)) == 0
+    return steps.masked_fill(absent, torch.inf).amin(1)
 
 
 class GuardedEuler(Stepper):

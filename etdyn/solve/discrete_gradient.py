@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from etdyn.energies import Energy
+from etdyn.interactions import Energy
 from etdyn.lagrangians import LayerNorm
 from etdyn.solve.implicit import ImplicitStepper, StepEquation
 from etdyn.solve.krylov import Image

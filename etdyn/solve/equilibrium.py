@@ -301,7 +301,7 @@ class _Search:
 
     def integrate(self, point: Point, steps: Tensor) -> tuple[Tensor, Tensor]:
         """Take this many attempted steps; the states, and how each sample ended."""
-        size = point.value.flatten(1).square().sum(1).sqrt()
+        size = point.size
         floor = math.ceil(math.log10(100 * torch.finfo(size.dtype).eps))
         tiny = torch.finfo(size.dtype).tiny  # a force, or a residual, may vanish
         wanted = (1e-3 * point.residual / size.clamp(min=tiny)).clamp(min=tiny).nan_to_num(tiny)

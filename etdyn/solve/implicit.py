@@ -7,7 +7,6 @@ step size, which x+ does not, so the same tolerance and the same guesses serve h
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -56,9 +55,11 @@ class StepEquation(Equation):
         return self.force.flatten(1).square().sum(1).sqrt()
 
     @cached_property
-    def curvature(self) -> float:
-        """h+ of the interaction."""
-        return self.system.interaction.curvature_bound(self.x.shape[1])
+    def curvature(self) -> Tensor:
+        """h+ of the interaction, `(batch, 1, 1)`."""
+        bound = self.system.interaction.curvature_bound(self.x.shape[1])
+        bound = torch.as_tensor(bound, dtype=self.x.dtype, device=self.x.device)
+        return bound.expand(len(self.x))[:, None, None]
 
     def relaxation(self, q: Tensor) -> Tensor:
         """1 / (1 + h h+ gamma / (2 sigma)), or a quarter where h+ is not known.
@@ -67,10 +68,9 @@ class StepEquation(Equation):
         the midpoint rule; in the discrete gradient it is twice the rate and half the force. So in
         directions in which E curves upwards, Q' lies between 0 and -h h+ gamma / (2 sigma).
         """
-        if math.isinf(self.curvature):
-            return torch.full_like(q[..., :1], 0.25)
         rate = self.system._law.clock_rate(self.lagrangian, self.felt(q)).unsqueeze(-1)
-        return 1 / (1 + 0.5 * self.curvature * self.step * rate)
+        known = 1 / (1 + 0.5 * self.curvature * self.step * rate)
+        return torch.where(self.curvature.isinf(), 0.25, known)
 
     @property
     def lagrangian(self) -> Lagrangian:

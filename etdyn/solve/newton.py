@@ -57,7 +57,7 @@ class NewtonKrylov(Accelerated):
         if len(new):
             here = point.at(new)
             size = _norm(here.velocity)
-            forcing = (size / _norm(here.value)).clamp(max=0.1).maximum(0.1 * self.tol / size)
+            forcing = (size / here.size).clamp(max=0.1).maximum(0.1 * self.tol / size)
             self.step[new], spent[fresh] = _solve(here, forcing.clamp(max=0.5))
             self.share[new] = 1.0
         return point.z[rows] + self.share[rows, None, None] * self.step[rows], spent

@@ -40,7 +40,8 @@ class PerSample:
         result = integrate_batched(
             self._velocity, x0, times.cpu(), TABLEAUS[self.method.name.removeprefix("batched_")],
             rtol=self.method.rtol, atol=self.method.atol, max_steps=self.max_steps,
-            stop=None if self.stop is None else self._arrived, **self.method.options,
+            stop=None if self.stop is None else self._arrived, tokens=self.system._tokens,
+            **self.method.options,
         )  # fmt: skip
         for x in result.x:
             recorder.add(x)

@@ -60,6 +60,11 @@ class Point(Image):
         """M v, with M = dg/dz."""
         return _metric(self.system, self.anchor, self.scale, v)
 
+    @property
+    def size(self) -> Tensor:
+        """|F| over the tokens that exist, `(batch,)`."""
+        return _norm(self.system.keep(self.value))
+
     def derivative(self, v: Tensor) -> Tensor:
         """dF/dz v, the derivative of the force along M v. One evaluation."""
         pull = self.system.interaction.force_jvp(self.g, self.metric(v))
@@ -71,7 +76,7 @@ class Point(Image):
         The second to half the digits of the dtype: the mean and the length of a token, to which
         the residual is blind, follow the residual one evaluation later.
         """
-        size = _norm(self.value)
+        size = self.size
         eps = torch.finfo(size.dtype).eps
         small = self.residual <= (tol - eps * size).clamp(min=0.5 * tol)
         if self.system.dynamics == "sphere":

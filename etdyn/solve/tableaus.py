@@ -118,13 +118,15 @@ def error_ratio(
     h: Tensor,
     rtol: float,
     atol: float,
+    tokens: Tensor | None = None,
 ) -> Floats:
     """RMS over token and feature of error / (atol + rtol max(|x|, |x1|)), `(batch,)`, on the host.
 
-    Above 1 the step is too large. NaN where x1 or the error is not finite.
+    Above 1 the step is too large. NaN where x1 or the error is not finite. With `tokens`, bool
+    `(batch or 1, token)`, the mean is over those that are True.
     """
     error = _column(h) * _combine(tableau.error, stages)
-    norm = _rms(error / _scale(torch.maximum(x.abs(), x1.abs()), rtol, atol))
+    norm = _rms(error / _scale(torch.maximum(x.abs(), x1.abs()), rtol, atol), tokens)
     good = torch.isfinite(x1).flatten(1).all(1) & torch.isfinite(norm)
     return _host(torch.where(good, norm, torch.nan))
 
@@ -163,6 +165,7 @@ def first_steps(
     longest: float,
     rtol: float,
     atol: float,
+    tokens: Tensor | None = None,
 ) -> Floats:
     """Steps to begin with, `(batch,)`, by Hairer's algorithm; one evaluation.
 
@@ -171,18 +174,18 @@ def first_steps(
         trial: f(t + h, y) for steps h `(batch,)` of at most `longest`.
         x, k: start and velocity there.
         longest: the interval.
-        rtol, atol: as in `error_ratio`.
+        rtol, atol, tokens: as in `error_ratio`.
 
     Source: Hairer, Norsett, Wanner, Solving ODEs I, II.4, "Starting step size".
     """
     scale = _scale(x.abs(), rtol, atol)
-    d0, d1 = _host(_rms(x / scale)), _host(_rms(k / scale))
+    d0, d1 = _host(_rms(x / scale, tokens)), _host(_rms(k / scale, tokens))
     with np.errstate(all="ignore"):
         h0 = np.where((d0 < 1e-5) | (d1 < 1e-5), 1e-6, 0.01 * d0 / d1)
         h0 = np.minimum(np.where(np.isfinite(h0) & (h0 > 0), h0, 1e-6), longest)
         h = torch.from_numpy(h0).to(x.device, x.dtype)
         change = trial(h0, torch.addcmul(x, _column(h), k)) - k
-        slope = np.maximum(d1, _host(_rms(change / scale)) / h0)
+        slope = np.maximum(d1, _host(_rms(change / scale, tokens)) / h0)
         flat = np.maximum(1e-6, 1e-3 * h0)
         h1 = np.where(slope <= 1e-15, flat, (0.01 / slope) ** (1 / tableau.q))
     best = np.minimum(100 * h0, h1)
@@ -227,8 +230,11 @@ def _column(h: Tensor) -> Tensor:
     return h.reshape(-1, 1, 1)
 
 
-def _rms(x: Tensor) -> Tensor:
-    return x.flatten(1).square().mean(1).sqrt()
+def _rms(x: Tensor, tokens: Tensor | None) -> Tensor:
+    if tokens is None:
+        return x.flatten(1).square().mean(1).sqrt()
+    squares = x.square().mean(2).masked_fill(~tokens, 0.0)
+    return (squares.sum(1) / tokens.sum(1)).sqrt()
 
 
 def _host(x: Tensor) -> Floats:

@@ -12,7 +12,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from etdyn.checks import bad, check_count, check_finite, check_positive, check_tensor
+from etdyn.checks import bad, check_choice, check_count, check_finite, check_positive, check_tensor
 from etdyn.energies import Hopfield
 from etdyn.graph_attention import GraphAttention
 from etdyn.graphs import Graph
@@ -63,6 +63,7 @@ class NodeClassifier(nn.Module):
     ) -> None:
         super().__init__()
         check_count("features", features)
+        check_count("classes", classes)
         check_count("steps", steps, least=0)
         check_positive("step", step)
         if not 0 <= dropout < 1:
@@ -71,7 +72,12 @@ class NodeClassifier(nn.Module):
         like, dim = system.lagrangian.like, system.dim
         self.encoder = nn.Linear(features, dim, dtype=like.dtype)
         self.dropout = nn.Dropout(dropout)
-        self.head = _head(head, 2 * dim, dim, classes, dropout, like.dtype)
+        check_choice("head", head, ("mlp", "linear"))
+        layers: list[nn.Module] = [nn.Dropout(dropout)]
+        if head == "mlp":
+            layers += [nn.Linear(2 * dim, dim), nn.GELU(), nn.Dropout(dropout)]
+        last = nn.Linear(dim if head == "mlp" else 2 * dim, classes)
+        self.head = nn.Sequential(*layers, last).to(like.dtype)
 
     def with_system(self, system: System) -> Self:
         """This model around another system of the same width, sharing all other parameters."""
@@ -114,16 +120,3 @@ class NodeClassifier(nn.Module):
                 x = state
             ends.append(x)
         return self.decode(first, ends)
-
-
-def _head(
-    kind: str, width: int, hidden: int, classes: int, dropout: float, dtype: torch.dtype
-) -> nn.Module:
-    if kind == "linear":
-        return nn.Linear(width, classes, dtype=dtype)
-    if kind != "mlp":
-        raise bad("head", '"mlp" or "linear"', repr(kind))
-    return nn.Sequential(
-        nn.Dropout(dropout), nn.Linear(width, hidden, dtype=dtype), nn.GELU(),
-        nn.Dropout(dropout), nn.Linear(hidden, classes, dtype=dtype),
-    )  # fmt: skip

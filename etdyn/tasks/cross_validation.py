@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -16,9 +17,9 @@ from torch import Tensor, nn
 from etdyn import store
 from etdyn.checks import bad, check_count
 from etdyn.tasks.graph_batches import GraphData
-from etdyn.tasks.graph_training import FitConfig, accuracy, fit
+from etdyn.tasks.graph_training import FitConfig, FitReport, accuracy, fit
 
-__all__ = ["Fold", "cross_validate", "nested_folds", "published_protocol"]
+__all__ = ["Fold", "cross_validate", "nested_folds", "published_protocol", "train_fold"]
 
 Build = Callable[[GraphData], nn.Module]
 
@@ -43,15 +44,20 @@ def nested_folds(labels: Tensor, folds: int = 10, seed: int = 0) -> list[Fold]:
         seed: of both splits.
 
     Raises:
-        ValueError: a class with fewer graphs than folds.
+        ValueError: a class with fewer graphs than folds; fewer graphs than give every class a
+            place in validation.
     """
     from sklearn.model_selection import StratifiedKFold, train_test_split  # noqa: PLC0415
 
     check_count("folds", folds, least=2)
     rows, y = np.arange(len(labels)), labels.numpy()
-    fewest = int(np.unique(y, return_counts=True)[1].min())
-    if folds > fewest:
-        raise bad("folds", f"at most {fewest}, the graphs of the smallest class", folds)
+    counts = np.unique(y, return_counts=True)[1]
+    if folds > counts.min():
+        raise bad("folds", f"at most {counts.min()}, the graphs of the smallest class", folds)
+    rest = len(y) - math.ceil(len(y) / folds)
+    if rest <= 10 * (len(counts) - 1):
+        wanted = f"over {10 * (len(counts) - 1)} outside a fold, a tenth of which holds each class"
+        raise bad("labels", wanted, rest)
     found = []
     outer = StratifiedKFold(folds, shuffle=True, random_state=seed)
     for number, (rest, test) in enumerate(outer.split(rows, y)):
@@ -107,9 +113,13 @@ def cross_validate(
     return _table(done, attributes)
 
 
-def _run_fold(
-    build: Build, data: GraphData, config: FitConfig, fold: Fold, seed: int
-) -> dict[str, float]:
+def train_fold(
+    build: Build, data: GraphData, config: FitConfig, fold: Fold, seed: int = 0
+) -> tuple[nn.Module, GraphData, FitReport]:
+    """The model of one fold, the data scaled for it, and how training went.
+
+    With the seed of `cross_validate` and its first fold it is the model that was scored there.
+    """
     scaled = data.standardised(fold.train)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -117,6 +127,13 @@ def _run_fold(
     report = fit(
         model, scaled, train=fold.train, validation=fold.validation, config=config, seed=seed
     )
+    return model, scaled, report
+
+
+def _run_fold(
+    build: Build, data: GraphData, config: FitConfig, fold: Fold, seed: int
+) -> dict[str, float]:
+    model, scaled, report = train_fold(build, data, config, fold, seed)
     return {
         "test_accuracy": accuracy(model, scaled, fold.test),
         "train_accuracy": accuracy(model, scaled, fold.train),

@@ -40,6 +40,8 @@ def split_nodes(labels: Tensor, share: float, seed: int = 0) -> NodeSplit:
     """
     from sklearn.model_selection import train_test_split  # noqa: PLC0415 (slow to import)
 
+    if not 0 < share < 1:
+        raise bad("share", "a number in (0, 1)", share)
     known = (labels >= 0).nonzero().flatten().numpy(force=True)
     kinds = labels.numpy(force=True)
     try:

@@ -37,8 +37,7 @@ def saved_bytes(measure: bool = True) -> Iterator[SavedBytes]:
     found = SavedBytes()
 
     def note(x: Tensor) -> Tensor:
-        parts = [x] if x.layout == torch.strided else [x.values()]
-        for part in parts:
+        for part in _parts(x):
             storage = part.untyped_storage()
             found.storages[storage.data_ptr()] = storage.nbytes()
         return x
@@ -48,3 +47,12 @@ def saved_bytes(measure: bool = True) -> Iterator[SavedBytes]:
         return
     with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
         yield found
+
+
+def _parts(x: Tensor) -> list[Tensor]:
+    """The dense tensors that x is made of."""
+    if x.layout == torch.strided:
+        return [x]
+    if x.layout == torch.sparse_coo:
+        return [x._indices(), x._values()]
+    return [x.crow_indices(), x.col_indices(), x.values()]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from etdyn.checks import bad
 from etdyn.datasets.nodes import NodeSet
 from etdyn.graphs import Graph
 
@@ -33,6 +34,14 @@ class NodeData:
         graphs = tuple(graph.induced(nodes) for graph in self.graphs)
         return NodeData(self.features[nodes], graphs, self.labels[nodes], self.name)
 
+    def thinned(self, share: float) -> NodeData:
+        """Without a random share of the edges; self-loops stay. From the global random state."""
+        graphs = []
+        for graph in self.graphs if share else ():
+            drawn = torch.rand(graph.size, device=graph.device) >= share
+            graphs.append(graph.kept(drawn | (graph.keys == graph.queries)))
+        return replace(self, graphs=tuple(graphs)) if share else self
+
 
 def prepare_nodes(
     nodes: NodeSet, device: str = "cpu", dtype: torch.dtype = torch.float32
@@ -40,9 +49,12 @@ def prepare_nodes(
     """Features as networks like them, and graphs with self-loops.
 
     How many neighbours a node has in every relation joins its features: averages over neighbours,
-    which most networks take, do not know it. Every feature comes twice, since counts have long tails: less its mean over its deviation, and
-    as its rank among all nodes, from -1 to 1 (ties share their mean rank). Features are known of
-    every node, labels are not used.
+    which most networks take, do not know it. Every feature comes twice, since counts have long
+    tails: less its mean over its deviation, and as its rank among all nodes, from -1 to 1 (ties
+    share their mean rank). Features are known of every node, labels are not used.
+
+    Raises:
+        ValueError: all nodes have the same features and degrees.
     """
     from scipy.stats import rankdata  # noqa: PLC0415 (slow to import)
 
@@ -50,6 +62,8 @@ def prepare_nodes(
     degrees = [edges[1].bincount(minlength=len(x)) for edges in nodes.relations.values()]
     x = torch.cat([x, torch.stack(degrees, 1).double().log1p()], 1)
     x = x[:, x.amax(0) > x.amin(0)]  # a constant says nothing
+    if not x.shape[1]:
+        raise bad("nodes", "features or degrees that differ", "none")
     standard = (x - x.mean(0)) / x.std(0)
     ranks = torch.from_numpy(rankdata(x.numpy(), axis=0))
     ranks = 2 * (ranks - 0.5) / len(x) - 1
@@ -86,7 +100,7 @@ def sample_neighbourhood(
             steps = torch.minimum((u * degrees[:, None]).long(), degrees[:, None] - 1)
             edges = graph.query_starts[last].long()[:, None] + steps
             drawn.append(graph.keys[edges[degrees > 0]].long().flatten())
-        new = torch.cat(drawn).unique()
+        new = torch.unique(torch.cat(drawn))
         last = new[~torch.isin(new, found)]
         found = torch.cat([found, last])
     return found

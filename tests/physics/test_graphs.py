@@ -132,3 +132,31 @@ def test_wrong_edges_are_refused():
         Graph.batch([])
     with pytest.raises(ValueError, match="graphs: expected at least one graph, of one sample each"):
         Graph.batch([Graph.from_edges(edges, 3).tiled(2)])
+
+
+@given(adjacencies(), st.data())
+def test_induced_is_the_part_of_the_matrix(adjacency, data):
+    graph, n = of(adjacency), len(adjacency)
+    order = data.draw(st.permutations(range(n)))
+    nodes = torch.tensor(order[: data.draw(st.integers(1, n))])
+    part = graph.induced(nodes)
+    assert torch.equal(dense(part)[0], adjacency[nodes][:, nodes])
+    consistent(part)
+    assert part.order.dtype == torch.int32
+    before = graph.edges[:, part.order.long()]
+    assert torch.equal(nodes[part.edges], before), "order names the edges, and weights follow"
+    same = graph.induced(torch.arange(n))
+    assert torch.equal(same.edges, graph.edges)
+    assert torch.equal(same.order, torch.arange(graph.size).int())
+
+
+def test_induced_refuses_what_is_no_part():
+    graph = of(torch.ones(3, 3) > 0)
+    with pytest.raises(ValueError, match="nodes: expected distinct nodes, got repeated ones"):
+        graph.induced(torch.tensor([0, 1, 0]))
+    with pytest.raises(ValueError, match="nodes: expected indices from 0 to 2, got -1 to 1"):
+        graph.induced(torch.tensor([1, -1]))
+    with pytest.raises(ValueError, match="nodes: expected indices from 0 to 2, got 1 to 3"):
+        graph.induced(torch.tensor([3, 1]))
+    with pytest.raises(ValueError, match="graph: expected a single graph, got 2 samples"):
+        graph.tiled(2).induced(torch.tensor([0]))

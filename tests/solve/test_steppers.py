@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from etdyn import System
-from etdyn.energies import Energy
+from etdyn.interactions import Energy
 from etdyn.solve.descent import GuardedEuler
 from etdyn.solve.discrete_gradient import DiscreteGradient
 from etdyn.solve.implicit import MatrixFreeMidpoint

@@ -1,4 +1,4 @@
-"""Small sets of graphs for the tests of graph classification."""
+"""Small sets of graphs, and small graphs of nodes, for the tests of tasks."""
 
 from collections.abc import Callable
 
@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from etdyn.datasets.graph_sets import GraphSet
+from etdyn.graphs import Graph
+from etdyn.tasks.node_data import NodeData
 
 
 @pytest.fixture(scope="session")
@@ -48,5 +50,27 @@ def triangle_graphs() -> Callable[..., GraphSet]:
             features.append(torch.ones(n, 1))
             edges.append(torch.cat([shuffled, shuffled.flip(0)], 1))
         return GraphSet(features, edges, None, torch.arange(count) % 2, "triangles")
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def random_nodes() -> Callable[..., NodeData]:
+    """`random_nodes(nodes, features, relations)`: directed random graphs on float64 features.
+
+    The first node has no edge but its loop; labels are 1, 0, 0, -1, and again."""
+
+    def make(
+        nodes: int = 12, features: int = 5, relations: int = 2, loops: bool = True, seed: int = 0
+    ) -> NodeData:
+        rng = torch.Generator().manual_seed(seed)
+        graphs = []
+        for _ in range(relations):
+            a = torch.rand(nodes, nodes, generator=rng) < 0.25
+            a[0] = a[:, 0] = False
+            graphs.append(Graph.from_edges(a.nonzero().T, nodes, self_loops=loops))
+        x = torch.randn(nodes, features, generator=rng, dtype=torch.float64)
+        labels = torch.tensor([1, 0, 0, -1])[torch.arange(nodes) % 4]
+        return NodeData(x, tuple(graphs), labels, "random")
 
     return make

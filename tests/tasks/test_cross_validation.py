@@ -10,7 +10,12 @@ from torch import nn
 from etdyn import store
 from etdyn.datasets.graph_sets import GraphSet
 from etdyn.tasks import graph_training
-from etdyn.tasks.cross_validation import cross_validate, nested_folds, published_protocol
+from etdyn.tasks.cross_validation import (
+    cross_validate,
+    nested_folds,
+    published_protocol,
+    train_fold,
+)
 from etdyn.tasks.graph_batches import GraphData
 from etdyn.tasks.graph_classification import GraphClassifier, et_blocks
 from etdyn.tasks.graph_training import FitConfig, accuracy, fit, predict
@@ -68,6 +73,13 @@ def test_more_folds_than_a_class_has_graphs_are_refused():
         nested_folds(torch.tensor([0] * 9 + [1] * 3), 4)
 
 
+def test_a_validation_that_cannot_hold_every_class_is_refused():
+    labels = torch.arange(42) % 3
+    assert all(len(fold.validation) == 3 for fold in nested_folds(labels, 2))
+    with pytest.raises(ValueError, match="labels: expected over 20 outside a fold.*got 20"):
+        nested_folds(labels[:40], 2)
+
+
 def test_the_test_fold_is_never_seen(random_graphs, fold):
     """Other features, edges and labels of the test graphs leave the model as it is, to the bit."""
     graphs = random_graphs(40)
@@ -79,11 +91,10 @@ def test_the_test_fold_is_never_seen(random_graphs, fold):
         torch.tensor([1 - y if r in test else y for r, y in enumerate(graphs.labels.tolist())]),
         "poisoned",
     )
-    models = []
-    for source in (graphs, poisoned):
-        data = GraphData(source, k=4).standardised(fold.train)
-        models.append(trained(data, fold)[0])
-    assert torch.equal(weights(models[0]), weights(models[1]))
+    first, again = (train_fold(small, GraphData(g, k=4), FAST, fold) for g in (graphs, poisoned))
+    assert torch.equal(weights(first[0]), weights(again[0]))
+    rows = fold.validation
+    assert torch.equal(first[1].batch(rows).features, again[1].batch(rows).features)
 
 
 def test_same_seed_same_bits_and_no_global_state(data, fold):
@@ -124,6 +135,14 @@ def test_weights_are_averaged(data, fold):
     sharp = trained(data, fold, FitConfig(epochs=3, batch=16, average=0.0))[0]
     smooth = trained(data, fold, FitConfig(epochs=3, batch=16, average=0.9))[0]
     assert not torch.equal(weights(sharp), weights(smooth))
+
+
+def test_every_part_of_the_recipe_counts(data, fold):
+    plain = {"epochs": 2, "batch": 16, "lr": 1e-2}
+    changes = [{}, {"lr": 2e-2}, {"weight_decay": 0.5}, {"warmup": 0.9}, {"smoothing": 0.3},
+               {"clip": 1e-3}, {"average": 0.1}, {"batch": 9}]  # fmt: skip
+    found = [weights(trained(data, fold, FitConfig(**plain | change))[0]) for change in changes]
+    assert len({tuple(w.tolist()) for w in found}) == len(changes)
 
 
 def test_prediction_does_not_depend_on_the_batch(data):

@@ -82,6 +82,15 @@ def test_who_sees_edges(graphs, data, network, sees):
     assert (change.abs().max() > 1e-6) == bool(sees)
 
 
+@pytest.mark.parametrize(("network", "sees"), [(GIN, 0), (GCN, 0), (MLP, 0), (GraphTransformer, 1)])
+def test_who_sees_edge_features(graphs, data, network, sees):
+    model = build(network, data)
+    other = GraphSet(graphs.features, graphs.edges, [w + 1 for w in graphs.edge_features],
+                     graphs.labels, "other")  # fmt: skip
+    change = model(GraphData(other, k=4).batch([0]).double()) - model(data.batch([0]).double())
+    assert (change.abs().max() > 1e-6) == bool(sees)
+
+
 def test_gin_is_the_published_layer(data):
     """h = MLP(x + sum of neighbours), by a dense matrix."""
     model, batch = build(GIN, data), data.batch([0]).double()
@@ -122,6 +131,8 @@ def test_table_by_hand(graphs, data):
     a[e[1], e[0]] = 1
     near = a @ f / a.sum(1, keepdim=True).clamp(min=1)
     assert (wide[0, table.shape[1] :][:3] - near.sum(0)).abs().max() < 1e-5
+    joint = (f.T @ near).flatten()
+    assert (wide[0, table.shape[1] + 6 :][:9] - joint).abs().max() < 1e-5
     degrees = a.sum(1).long().clamp(max=8).bincount(minlength=9)
     assert torch.equal(wide[0, -18:-9].double(), degrees.double())
     assert torch.isfinite(wide).all()

@@ -104,6 +104,16 @@ def test_the_untrained_weights_are_those_of_plain_attention(data):
     assert torch.equal(weights, torch.ones(batch.graph.size, 2))
 
 
+def test_weights_are_those_of_the_formula(data):
+    """(a_h <x_c, x_b> / dim + b_h) (1 + U f_cb)_h, pair by pair."""
+    model, batch = build(data), data.batch(ROWS).double()
+    x, part = model.tokens(batch), model.weights
+    keys, queries = batch.graph.edges
+    alike = (x[0, keys] * x[0, queries]).sum(1, keepdim=True) / 12
+    factor = 1 + batch.pair_features @ part.pair.weight.T
+    assert (part(x, batch) - (alike * part.alike + part.bias) * factor).abs().max() < 1e-14
+
+
 def test_convolution_is_the_one_over_the_grid(data):
     """For one pair of one graph by hand: What_cb = sum of the 3 x 3 kernel times X X^T / dim."""
     model = build(data, edge_weights="convolution")

@@ -9,6 +9,7 @@ training horizon, to equilibrium; and asks what energies say without any label.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import sys
@@ -140,6 +141,8 @@ class Config:
             check_choice("models", chosen, (ET, *NETWORKS, *TABLES))
         for chosen in self.variations:
             check_choice("variations", chosen, tuple(VARIATIONS))
+        if not self.variations:
+            raise bad("variations", "at least one", "none")
         if not self.shares or not all(0 < share < 1 for share in self.shares):
             raise bad("shares", "shares in (0, 1)", self.shares)
         if self.horizons < 1:
@@ -186,9 +189,10 @@ class Bench:
     def __init__(self, config: Config, data: NodeData, about: str) -> None:
         self.config, self.data = config, data
         self.path = config.folder / "scores.json"
-        identity = json.loads(json.dumps(
-            {"data": about, "model": asdict(config.model), "recipe": asdict(config.recipe)}
-        ))  # fmt: skip
+        identity = json.loads(json.dumps({
+            "data": about, "checksum": checksum(data), "model": asdict(config.model),
+            "recipe": asdict(config.recipe),
+        }))  # fmt: skip
         self.found: dict[str, Any] = {"of": identity}
         if self.path.exists():
             self.found = json.loads(self.path.read_text())
@@ -252,6 +256,15 @@ class Bench:
             network = model.build(features) if name == ET else NETWORKS[name](features)
         split = split_nodes(self.data.labels, share, seed)
         return fit_nodes(network, self.data, split, self.config.recipe, seed)
+
+
+def checksum(data: NodeData) -> str:
+    """Of features, labels and edges, so that the scores of other data are not taken up."""
+    parts = [data.features, data.labels, *(graph.edges for graph in data.graphs)]
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(part.contiguous().numpy(force=True).tobytes())
+    return found.hexdigest()[:16]
 
 
 def _dataset(rows: list[Any], coords: dict[str, Any]) -> xr.Dataset:

@@ -33,11 +33,11 @@ __all__ = [
 
 
 def united(graphs: Sequence[Graph]) -> Graph:
-    """The edges of all relations in one graph, each once, with self-loops."""
+    """The edges of all relations in one graph, each once; one relation as it is given."""
     if len(graphs) == 1:
         return graphs[0]
     edges = torch.unique(torch.cat([graph.edges for graph in graphs], 1), dim=1)
-    return Graph.from_edges(edges, graphs[0].nodes, self_loops=True)
+    return Graph.from_edges(edges, graphs[0].nodes)
 
 
 class MLP(nn.Module):

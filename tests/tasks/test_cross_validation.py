@@ -76,7 +76,7 @@ def test_more_folds_than_a_class_has_graphs_are_refused():
 def test_a_validation_that_cannot_hold_every_class_is_refused():
     labels = torch.arange(42) % 3
     assert all(len(fold.validation) == 3 for fold in nested_folds(labels, 2))
-    with pytest.raises(ValueError, match="labels: expected over 20 outside a fold.*got 20"):
+    with pytest.raises(ValueError, match=r"labels: expected over 20 outside a fold.*got 20"):
         nested_folds(labels[:40], 2)
 
 

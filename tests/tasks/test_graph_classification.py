@@ -203,6 +203,23 @@ def test_gradients_reach_every_parameter(data):
         assert parameter.grad is not None and bool(parameter.grad.abs().max() > 0), name
 
 
+def test_every_block_has_the_weights(data):
+    model, batch = build(data), data.batch(ROWS).double()
+    x, systems = model.start(batch)
+    weights = model.weights(x, batch)
+    assert len(systems) == 2
+    assert all(torch.equal(system.attention.weights, weights) for system in systems)
+
+
+def test_read_out_is_linear_in_cls_mean_and_sum(data):
+    model, batch = build(data), data.batch(ROWS).double()
+    x = torch.randn(1, len(batch.positions), 12, dtype=torch.float64)
+    for place, tokens in enumerate(x[0].split((batch.sizes + 1).tolist())):
+        parts = torch.cat([tokens[0], tokens[1:].mean(0), tokens[1:].sum(0) / 16])
+        expected = model.read_out.linear(parts)
+        assert (model.read_out(x, batch)[place] - expected).abs().max() < 1e-14
+
+
 def test_published_read_out_sees_only_cls(data):
     model, batch = build(data, nodes=False), data.batch(ROWS).double()
     x, _ = model.start(batch)

@@ -94,9 +94,9 @@ def test_test_labels_and_missing_ones_change_no_bit(neighbours, split, recipe):
 @pytest.mark.parametrize("recipe", [SHORT, SAMPLED])
 def test_a_seed_gives_one_model_and_leaves_the_global_state(neighbours, split, recipe):
     fits = []
-    for seed in (0, 0, 1):
+    for k, seed in enumerate((0, 0, 1)):
         model = classifier(neighbours)
-        torch.manual_seed(seed + 10)  # must not matter
+        torch.manual_seed(10 + k)  # must not matter
         state = torch.random.get_rng_state()
         fits.append(fit_nodes(model, neighbours, split, recipe, seed))
         assert torch.equal(torch.random.get_rng_state(), state)
@@ -230,6 +230,14 @@ def test_both_classes_weigh_the_same(neighbours, split):
     assert int((labels == 0).sum()) > 2 * int((labels == 1).sum())
 
 
+def test_training_ends_some_epochs_after_the_best(neighbours, split):
+    """A constant is never better than at the first look; one that is NaN never good at all."""
+    recipe = NodeRecipe(epochs=30, evaluate_every=2, patience=5)
+    for model, last in ((Constant([0.0, 1.0]), 8), (Breaks(0), 6)):
+        fit = fit_nodes(model, neighbours, split, recipe)
+        assert [row["epoch"] for row in fit.history] == list(range(2, last + 1, 2))
+
+
 class Breaks(nn.Module):
     """Becomes NaN after some steps."""
 
@@ -272,6 +280,7 @@ def test_absurd_learning_rates_do_not_crash(neighbours, split, dynamics):
         ({"evaluate_every": 0}, "evaluate_every: expected an integer >= 1"),
         ({"batch": 0}, "batch: expected an integer >= 1"),
         ({"fanout": 0}, "fanout: expected an integer >= 1"),
+        ({"patience": 0}, "patience: expected an integer >= 1"),
         ({"hops": 0}, "hops: expected an integer >= 1"),
         ({"lr": 0.0}, "lr: expected a finite number > 0"),
         ({"clip": -1.0}, "clip: expected a finite number > 0"),
@@ -346,8 +355,10 @@ def test_a_storage_counts_once():
 
 def test_sparse_parts_are_counted():
     dense, ends, ones = torch.eye(6, requires_grad=True), torch.arange(6), torch.ones(6)
-    csr = torch.sparse_csr_tensor(torch.arange(7), ends, ones, (6, 6))
-    coo = torch.sparse_coo_tensor(torch.stack([ends, ends]), ones, (6, 6), is_coalesced=True)
+    csr = torch.sparse_csr_tensor(torch.arange(7), ends, ones, (6, 6), check_invariants=True)
+    coo = torch.sparse_coo_tensor(
+        torch.stack([ends, ends]), ones, (6, 6), is_coalesced=True, check_invariants=True
+    )
     for matrix, numbers in ((csr, 7 + 6), (coo, 2 * 6)):
         with saved_bytes() as saved:
             torch.sparse.mm(matrix, dense)

@@ -127,7 +127,7 @@ class Config:
     """Up to how many training horizons the trained flow is followed."""
     model: Model = field(default_factory=Model)
     """The Energy Transformer."""
-    recipe: NodeRecipe = field(default_factory=lambda: NodeRecipe(epochs=60))
+    recipe: NodeRecipe = field(default_factory=lambda: NodeRecipe(epochs=40))
     """The training of all networks; 200 epochs for a table to be quoted."""
     completion: CompletionRecipe = field(default_factory=CompletionRecipe)
     """The training without labels."""

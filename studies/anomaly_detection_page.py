@@ -90,7 +90,8 @@ def findings(result: xr.DataTree, record: dict[str, Any]) -> str:
         f"{spread(scores.sel(model=ET, share=share))} with {100 * share:g} %"
         for share in scores["share"].to_numpy()
     )
-    lead = "It is the best of all there. " if best == ET else f"The best there is {best}. "
+    most = f"With {100 * float(first['share']):g} % the best of all is "
+    lead = most + ("the Energy Transformer. " if best == ET else f"{best}. ")
     return (
         f"Test ROC-AUC of the Energy Transformer, mean and deviation over {scores.sizes['seed']} "
         f"seeds: {own} of the labelled nodes for training. {lead}"
@@ -149,8 +150,8 @@ def protocol(result: xr.DataTree, record: dict[str, Any]) -> str:
         "test nodes, and Macro-F1 has the threshold that is best in validation. Forests and "
         "regressions choose their leaf and their penalty there. The Energy Transformer has "
         f"{model['steps']} Euler steps of {model['step']:g} ({model['dynamics']}), dim "
-        f"{model['dim']}, {model['heads']} head of {model['head_dim']} and {model['memories']} "
-        "memories; its head sees the first and the last activations. Variations are judged by "
+        f"{model['dim']}, {model['heads']} head(s) of {model['head_dim']} and "
+        f"{model['memories']} memories; its head sees the first and the last activations. Variations are judged by "
         "validation. The flow is dopri5 at rtol 1e-5 in float64."
     )
 
@@ -195,7 +196,7 @@ def draw_descent(result: xr.DataTree) -> Figure:
     axes[0][2].plot(clock, steps["euler_roc_auc"], "s", color=plots.COLOURS[1],
                     markerfacecolor="none", label="Euler")  # fmt: skip
     axes[0][2].axhline(float(run["rest_roc_auc"]), color="#555555", linewidth=0.9,
-                       linestyle=":", label="equilibrium")  # fmt: skip
+                       linestyle=":", label="equilibrium from the flow's end")  # fmt: skip
     for ax, label in zip(
         axes[0], ("energy a node", "residual a node", "test ROC-AUC"), strict=True
     ):

@@ -151,8 +151,8 @@ def protocol(result: xr.DataTree, record: dict[str, Any]) -> str:
         "regressions choose their leaf and their penalty there. The Energy Transformer has "
         f"{model['steps']} Euler steps of {model['step']:g} ({model['dynamics']}), dim "
         f"{model['dim']}, {model['heads']} head(s) of {model['head_dim']} and "
-        f"{model['memories']} memories; its head sees the first and the last activations. Variations are judged by "
-        "validation. The flow is dopri5 at rtol 1e-5 in float64."
+        f"{model['memories']} memories; its head sees the first and the last activations. "
+        "Variations are judged by validation. The flow is dopri5 at rtol 1e-5 in float64."
     )
 
 

@@ -66,7 +66,12 @@ def follow(model: NodeClassifier, data: NodeData, split: NodeSplit, horizons: fl
             found[f"{name}_{quantity}"] = (("relation", dim), values)
     found |= _rest(systems, [flow.x[-1] for flow in flows], reader)
     coords = {"time": times, "step": np.arange(count + 1), "relation": np.arange(len(systems))}
-    attrs = {"training_horizon": horizon, "training_steps": model.steps, "step_size": model.step}
+    attrs = {
+        "training_horizon": horizon,
+        "training_steps": model.steps,
+        "step_size": model.step,
+        "tolerance": TOLERANCE,
+    }
     return xr.Dataset(found, coords, attrs)
 
 

@@ -105,7 +105,7 @@ def beyond(result: xr.DataTree) -> str:
     horizon = run.attrs["training_horizon"]
     flow, euler = run["flow_roc_auc"], run["euler_roc_auc"]
     at = float(flow.sel(time=horizon, method="nearest"))
-    rises = int((run["euler_energy"].diff("step") > 1e-9 * abs(run["euler_energy"][0, 0])).sum())
+    rises = int((run["euler_energy"].diff("step") > 1e-12 * abs(run["euler_energy"][0, 0])).sum())
     top = float(run["time"][int(flow.to_numpy().argmax())])
     rest = bool(run["rest_converged"].all())
     return (
@@ -152,7 +152,8 @@ def protocol(result: xr.DataTree, record: dict[str, Any]) -> str:
         f"{model['steps']} Euler steps of {model['step']:g} ({model['dynamics']}), dim "
         f"{model['dim']}, {model['heads']} head(s) of {model['head_dim']} and "
         f"{model['memories']} memories; its head sees the first and the last activations. "
-        "Variations are judged by validation. The flow is dopri5 at rtol 1e-5 in float64."
+        "Variations are judged by validation. The flow is dopri5 at rtol "
+        f"{result['descent'].attrs['tolerance']:g} in float64."
     )
 
 

@@ -17,8 +17,8 @@ from torch.nn.functional import cross_entropy
 
 from etdyn.checks import bad, check_count, check_positive
 from etdyn.tasks.graph_batches import GraphData
+from etdyn.tasks.loop import follow, generator_of, warmup_cosine
 from etdyn.tasks.memory import saved_bytes
-from etdyn.tasks.schedules import warmup_cosine
 
 __all__ = ["FitConfig", "FitReport", "accuracy", "fit", "predict"]
 
@@ -105,7 +105,7 @@ def fit(
     run = _Run(model, config, math.ceil(len(train) / config.batch))
     best, kept, best_epoch, epoch = (-1.0, -math.inf), model.state_dict(), 0, 0
     for epoch in range(1, config.epochs + 1):
-        run.epoch(data, train, _generator(seed, epoch))
+        run.epoch(data, train, generator_of(seed, epoch))
         score = (0.0, epoch) if validation is None else _score(run.average, data, validation)
         if score > best:
             best, best_epoch, kept = score, epoch, copy.deepcopy(run.average.state_dict())
@@ -165,16 +165,7 @@ class _Run:
         nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
         self.optimiser.step()
         self.done += 1
-        self._follow()
-
-    @torch.no_grad()
-    def _follow(self) -> None:
-        """Move the average; a short memory first, so that it forgets the initial weights."""
-        decay = min(self.config.average, self.done / (self.done + 9))
-        for mean, now in zip(self.average.parameters(), self.model.parameters(), strict=True):
-            mean.lerp_(now, 1 - decay)
-        for held, new in zip(self.average.buffers(), self.model.buffers(), strict=True):
-            held.copy_(new)
+        follow(self.average, self.model, config.average, self.done)
 
 
 def _score(model: nn.Module, data: GraphData, rows: Tensor) -> tuple[float, float]:
@@ -182,11 +173,6 @@ def _score(model: nn.Module, data: GraphData, rows: Tensor) -> tuple[float, floa
     logits, labels = predict(model, data, rows), data.labels[rows]
     right = float((logits.argmax(1) == labels).double().mean())
     return right, -float(cross_entropy(logits, labels))
-
-
-def _generator(seed: int, epoch: int) -> torch.Generator:
-    mixed = np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64)
-    return torch.Generator().manual_seed(int(mixed[0] >> 1))
 
 
 def _check_rows(train: Tensor, validation: Tensor | None) -> None:

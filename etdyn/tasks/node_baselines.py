@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,7 +57,7 @@ class MLP(nn.Module):
         return logits
 
 
-class _Convolutions(nn.Module):
+class _Convolutions(nn.Module, ABC):
     """Convolutions over the union of the relations, each with batch norm, relu and dropout."""
 
     def __init__(self, features: int, dim: int = 64, layers: int = 2, dropout: float = 0.3) -> None:
@@ -67,12 +68,13 @@ class _Convolutions(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.output = nn.Linear(dim, 2)
 
+    @abstractmethod
     def _convolution(self, width: int, dim: int) -> nn.Module:
-        raise NotImplementedError
+        """One layer."""
 
+    @abstractmethod
     def _edges(self, graph: Graph, like: Tensor) -> tuple[Any, ...]:
         """What the convolutions take after x."""
-        raise NotImplementedError
 
     def forward(self, features: Tensor, graphs: Sequence[Graph]) -> Tensor:
         """Logits `(node, 2)`."""
@@ -144,7 +146,6 @@ class GraphTransformer(nn.Module):
     ) -> None:
         super().__init__()
         self.encoder, self.dropout = nn.Linear(features, dim), nn.Dropout(dropout)
-        self.heads = heads
         self.blocks = nn.ModuleList(_TransformerBlock(dim, heads, dropout) for _ in range(layers))
         self.output = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, 2))
 

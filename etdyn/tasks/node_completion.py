@@ -16,8 +16,8 @@ from etdyn.checks import bad, check_count, check_finite, check_positive, check_t
 from etdyn.graphs import Graph
 from etdyn.solve.euler import iterate
 from etdyn.systems import System
+from etdyn.tasks.loop import warmup_cosine
 from etdyn.tasks.node_data import NodeData
-from etdyn.tasks.schedules import warmup_cosine
 
 __all__ = ["CompletionRecipe", "NodeCompletion", "fit_completion", "node_scores"]
 

@@ -14,9 +14,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from etdyn.checks import bad, check_count, check_positive
 from etdyn.tasks.detection import NodeSplit
+from etdyn.tasks.loop import warmup_cosine
 from etdyn.tasks.memory import saved_bytes
 from etdyn.tasks.node_data import NodeData, sample_neighbourhood
-from etdyn.tasks.schedules import warmup_cosine
 
 __all__ = ["Fit", "NodeRecipe", "anomaly_probability", "fit_nodes"]
 

@@ -21,7 +21,7 @@ from etdyn.checks import bad, check_count, check_positive
 from etdyn.datasets import ImageSet
 from etdyn.tasks.checkpoints import load_tensors, save_model, save_tensors
 from etdyn.tasks.images import ImageCompletion, draw_masks, masked_error
-from etdyn.tasks.schedules import warmup_cosine
+from etdyn.tasks.loop import follow, generator_of, warmup_cosine
 
 DRAWS = 4  # of masks, with seeds 0, 1, ..., by which held-out errors are measured
 
@@ -123,7 +123,7 @@ def train(
     if state_file.exists() != resume:
         raise bad("folder", "a run to resume in it" if resume else "none, or resume", folder)
     like = model.pixel_mean
-    order = torch.randperm(len(images.train), generator=_generator(config.seed, -1))
+    order = torch.randperm(len(images.train), generator=generator_of(config.seed, 0))
     held = images.train[order[: config.validation]].to(like)
     fit = images.train[order[config.validation :]]
     run = _Run(model, config, images.name)
@@ -180,11 +180,7 @@ class _Run:
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
         self.optimiser.step()
         self.done += 1
-        # a short memory first, so that the average forgets the initial weights
-        decay = min(config.average, self.done / (self.done + 9))
-        with torch.no_grad():
-            for mean, now in zip(self.average.parameters(), model.parameters(), strict=True):
-                mean.lerp_(now, 1 - decay)
+        follow(self.average, model, config.average, self.done)
         return float(loss.detach())
 
     def store(self, path: Path) -> None:
@@ -221,13 +217,8 @@ class _Run:
         self.optimiser.load_state_dict({"state": moments, "param_groups": groups})
 
 
-def _generator(seed: int, iteration: int) -> torch.Generator:
-    mixed = np.random.SeedSequence([seed, iteration + 1]).generate_state(1, np.uint64)
-    return torch.Generator().manual_seed(int(mixed[0] >> 1))
-
-
 def _loss(model: ImageCompletion, images: Tensor, config: TrainConfig, iteration: int) -> Tensor:
-    generator = _generator(config.seed, iteration)
+    generator = generator_of(config.seed, iteration + 1)
     picked = torch.randint(len(images), (config.batch,), generator=generator)
     batch = images[picked].to(model.pixel_mean)
     masks = draw_masks(config.batch, model.patches, config.scored, config.open_share, generator)

@@ -11,11 +11,11 @@ from torch import nn
 from etdyn.graphs import Graph
 from etdyn.tasks.anomaly import NodeClassifier, graph_system
 from etdyn.tasks.detection import NodeSplit, detection_scores, split_nodes
+from etdyn.tasks.loop import warmup_cosine
 from etdyn.tasks.memory import saved_bytes
 from etdyn.tasks.node_baselines import GCN, MLP
 from etdyn.tasks.node_data import NodeData
 from etdyn.tasks.node_training import NodeRecipe, anomaly_probability, fit_nodes
-from etdyn.tasks.schedules import warmup_cosine
 
 
 def classifier(data, seed=0, **sizes):

@@ -280,5 +280,5 @@ def _dataset(rows: list[Any], coords: dict[str, Any]) -> xr.Dataset:
 if __name__ == "__main__":
     try:
         main(tyro.cli(Config, description=__doc__))
-    except (ValueError, TypeError) as problem:
+    except (ValueError, TypeError, ImportError) as problem:
         sys.exit(f"error: {problem}")

@@ -296,5 +296,5 @@ def drawn(graphs: GraphSet, most: int | None, seed: int) -> GraphSet:
 if __name__ == "__main__":
     try:
         main(tyro.cli(Config, description=__doc__))
-    except (ValueError, TypeError) as problem:
+    except (ValueError, TypeError, ImportError) as problem:
         sys.exit(f"error: {problem}")

@@ -273,10 +273,15 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe_system(system: System) -> dict[str, Any]:
-    """A system as JSON can hold it: class, dynamics, and arguments where it knows them."""
+    """A system as JSON can hold it: class, dynamics, arguments where it knows them, parts, masks.
+
+    The parts are as `print` shows them, a graph with its numbers of nodes and edges.
+    """
     return {
         "class": type(system).__name__,
         "dynamics": system.dynamics,
         "config": getattr(system, "config", None),
+        "lagrangian": repr(system.lagrangian),
+        "interaction": {name: repr(term) for name, term in system.interaction.terms().items()},
         "masks": system.masks,
     }

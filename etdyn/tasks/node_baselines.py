@@ -94,6 +94,7 @@ class GCN(_Convolutions):
 
     def _edges(self, graph: Graph, like: Tensor) -> tuple[Any, ...]:
         root = graph.degrees.to(like.dtype).rsqrt()
+        root = root.masked_fill(root.isinf(), 0.0)  # as torch-geometric, where no edge ends
         return graph, root[graph.queries] * root[graph.keys]
 
 

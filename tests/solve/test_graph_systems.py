@@ -281,3 +281,14 @@ def test_implicit_gradients(close):
     own = [of(s, x[k : k + 1, :n]) for k, (n, s) in enumerate(zip(SIZES, alone, strict=True))]
     for a, *parts in zip(of(together, x), *own, strict=True):
         close(a, sum(parts), 1e-7)
+
+
+def test_results_say_over_which_graph():
+    """Two results of one system over two graphs do not look the same."""
+    system, _, x = directed("et")
+    graphs = [graph_of(adjacency_of(5, 3)), graph_of(adjacency_of(5, 4))]
+    assert graphs[0].size != graphs[1].size
+    for graph in graphs:
+        solution = ed.descend(system.on(graph), x, 0.1, 1)
+        record = solution.to_xarray(states=False).attrs["etdyn_config"]
+        assert f"Graph(5 nodes, {graph.size} edges)" in record

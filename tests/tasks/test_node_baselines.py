@@ -94,6 +94,19 @@ def test_convolutions_are_those_of_torch_geometric(data, close, network, relatio
         close(mine, theirs, 1e-11, 0.1)
 
 
+def test_nodes_without_edges_are_zero_to_their_neighbours(close):
+    """As in torch-geometric without added loops: 1 / sqrt(degree) is zero where no edge ends."""
+    geometric = pytest.importorskip("torch_geometric.nn")
+    edges, x = torch.tensor([[0, 1], [1, 2]]), torch.randn(3, FEATURES, dtype=torch.float64)
+    model = build(GCN, layers=1).eval()
+    theirs = geometric.GCNConv(FEATURES, 8, add_self_loops=False)
+    theirs.load_state_dict(model.convolutions[0].state_dict())
+    expected = model.output(model.norms[0](theirs.double()(x, edges)).relu())
+    found = model(x, [Graph.from_edges(edges, 3)])
+    assert bool(found.isfinite().all())
+    close(found, expected, 1e-12)
+
+
 def test_graph_transformer_is_dense_attention_with_a_mask(data, close):
     model = build(GraphTransformer, heads=2, layers=2)
     x = data.features.clone().requires_grad_()

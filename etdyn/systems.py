@@ -118,14 +118,9 @@ class System(nn.Module):
                 raise bad(name, f"{ndim} dimensions", f"shape {tuple(mask.shape)}")
             if mask.device != self.lagrangian.like.device:
                 raise bad(name, f"device {self.lagrangian.like.device}", mask.device)
+        tokens, keys = _both("tokens", self._tokens, tokens), _both("keys", self._keys, keys)
         if tokens is not None and not bool(tokens.any(1).all()):
             raise bad("tokens", "at least one token in every sample", "a sample without any")
-        if tokens is not None and self._tokens is not None:
-            tokens = tokens & self._tokens
-        if keys is not None and self._keys is not None:
-            keys = keys & self._keys
-        tokens = self._tokens if tokens is None else tokens
-        keys = self._keys if keys is None else keys
         return self._with(self.interaction.masked(tokens, keys), tokens, keys)
 
     def on(self, graph: Graph, weights: Tensor | None = None) -> Self:
@@ -324,6 +319,21 @@ def _check_dynamics(dynamics: str, lagrangian: Lagrangian) -> None:
     if dynamics == "sphere" and not isinstance(lagrangian, LayerNorm):
         raise bad("dynamics", "one without spheres, \"et\" or \"leaky\", with "
                   f"{type(lagrangian).__name__}", repr(dynamics))  # fmt: skip
+
+
+def _both(name: str, first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    """Where both masks are True; None is a mask that is True everywhere."""
+    if first is None or second is None:
+        return second if first is None else first
+    if first.shape[1:] != second.shape[1:] or (
+        len(first) != len(second) and 1 not in (len(first), len(second))
+    ):
+        raise bad(
+            name,
+            f"shape {tuple(first.shape)}, as the mask before, or one sample",
+            f"shape {tuple(second.shape)}",
+        )
+    return first & second
 
 
 def _kind(value: object) -> str:

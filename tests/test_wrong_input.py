@@ -61,6 +61,15 @@ def test_masks():
         system.masked(tokens=torch.ones(1, 2))
     with pytest.raises(ValueError, match="keys: expected 3 dimensions"):
         system.masked(keys=torch.ones(2, 2).bool())
+    half = torch.tensor([[True, False]])
+    with pytest.raises(ValueError, match="tokens: expected at least one token in every sample"):
+        system.masked(tokens=half).masked(tokens=~half)
+    for name, first, second in (
+        ("tokens", (1, 3), (1, 2)), ("tokens", (2, 3), (3, 3)), ("keys", (1, 3, 3), (1, 1, 3)),
+    ):  # fmt: skip
+        once = system.masked(**{name: torch.ones(first).bool()})
+        with pytest.raises(ValueError, match=rf"{name}: expected shape \({first[0]}, 3"):
+            once.masked(**{name: torch.ones(second).bool()})
 
 
 def test_parts_of_a_system_stay():

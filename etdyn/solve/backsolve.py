@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torchdiffeq import odeint
 
 from etdyn.checks import bad, check_positive
-from etdyn.solve.engine import Ended, grid, solver_options
+from etdyn.solve.engine import Ended, Field, grid, solver_options
 from etdyn.solve.methods import Method
 from etdyn.solve.solution import BacksolveReport, GradientError
 
@@ -116,7 +116,7 @@ class AnchorLog:
 
 
 def backsolve(
-    field: nn.Module,
+    field: Field,
     x0: Tensor,
     times: Tensor,
     x: Tensor,
@@ -190,7 +190,7 @@ def _timeline(times: Tensor, x: Tensor, anchors: AnchorLog) -> list[_Node]:
 class _Plan:
     """All that the backward pass needs besides tensors, which autograd keeps."""
 
-    field: nn.Module
+    field: Field
     parameters: list[nn.Parameter]
     method: Method
     device: torch.device
@@ -205,7 +205,7 @@ class _Plan:
     def interval(self, late: float, early: float, state: tuple[Tensor, ...], scale: Tensor) -> Any:
         """(x, a, parameter integrals) from `late` back to `early`."""
         ends = torch.tensor([late, early], dtype=torch.float64, device=self.device)
-        options = solver_options(self.method, ends)
+        options = solver_options(self.field.system, self.method, ends)
         options.pop("first_step", None)
         if self.method.fixed_step:
             options["grid_constructor"] = lambda func, y, t: grid(self.method, t)

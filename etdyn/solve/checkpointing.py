@@ -210,7 +210,7 @@ def replay(
 
 def _check_same(x: Tensor, expected: Tensor) -> None:
     off = float((x - expected).detach().abs().max())
-    if not off <= torch.finfo(x.dtype).eps ** 0.75 * float(expected.abs().max()):
+    if not off <= torch.finfo(x.dtype).eps ** 0.75 * float(expected.detach().abs().max()):
         raise GradientError(
             f'gradient="checkpoint": the same steps taken again end {off:.3g} away; is the '
             "velocity random, or has the system changed since?"

@@ -1,8 +1,9 @@
 """torchdiffeq's solvers, driven one save time at a time, so that nothing computed is lost.
 
-What is set right on the way (A-F11, A-F13): errors are measured as the largest per-sample RMS, so
-that a batch does not dilute a hard sample; fixed-step grids meet every save time; no evaluation
-lies beyond the end; a NaN in a trial step rejects it instead of making the next step zero.
+What is set right on the way (A-F11, A-F13): errors are measured as the largest per-sample RMS over
+the tokens that exist, so that neither a batch nor padding dilutes a hard sample; fixed-step grids
+meet every save time; no evaluation lies beyond the end; a NaN in a trial step rejects it instead
+of making the next step zero.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ class Field(nn.Module):
 
 def states(field: Field, x0: Tensor, times: Tensor, method: Method) -> Iterator[Tensor]:
     """Yield the states at times[1:] as they are reached; `Ended` when it goes no further."""
-    options = solver_options(method, times)
+    options = solver_options(field.system, method, times)
     _, func, _, t, rtol, atol, _, options, _, _ = _check_inputs(
         field, x0, times, method.rtol, method.atol, method.name, options, None, SOLVERS
     )
@@ -150,14 +151,18 @@ def states(field: Field, x0: Tensor, times: Tensor, method: Method) -> Iterator[
             yield solver._advance(end)
 
 
-def solver_options(method: Method, times: Tensor) -> dict[str, Any]:
+def solver_options(system: System, method: Method, times: Tensor) -> dict[str, Any]:
     """The options that torchdiffeq's solver gets, the user's and ours."""
+
+    def largest_rms(x: Tensor) -> Tensor:
+        return system.token_mean(x.square().mean(-1)).max().sqrt()
+
     options: dict[str, Any] = dict(method.options)
     if method.multistep:
         options.setdefault("max_order", 5)  # 12, the library's default, diverges (A-F13)
         options.setdefault("max_iters", 20)  # 4 may not converge, and then it drops its history
     elif not method.fixed_step and method.differentiable:
-        options["norm"] = _largest_rms
+        options["norm"] = largest_rms
         options["step_t"] = times[-1:]
     return options
 
@@ -222,10 +227,6 @@ def _scipy_states(field: Field, solver: Any, times: Tensor) -> Iterator[Tensor]:
         yield x
     if len(found) < len(times):
         raise Ended(Status.DT_MIN, f"scipy gave up after {len(found)} of {len(times)} times")
-
-
-def _largest_rms(x: Tensor) -> Tensor:
-    return x.flatten(1).square().mean(1).max().sqrt()
 
 
 def _broken_samples(x: Tensor) -> tuple[int, ...]:

@@ -88,7 +88,7 @@ def _checkpoint(
     if len(reached) == 1:
         return x0.unsqueeze(0), reached, end
     field.backward_pass = True
-    options = solver_options(method, times)
+    options = solver_options(field.system, method, times)
     x = replay(field, x0, reached, method, log, options=options, expected=x)
     return x, reached, end
 

@@ -37,8 +37,8 @@ class Field(nn.Module):
         return self.system.velocity(t, x)
 
 
-def options_of(method, times):
-    options = solver_options(method, times)
+def options_of(system, method, times):
+    options = solver_options(system, method, times)
     if method.fixed_step:
         options["grid_constructor"] = lambda func, x, t: grid(method, t)
     return options
@@ -47,7 +47,7 @@ def options_of(method, times):
 def integrate(field, x0, times, method):
     return odeint(
         field, x0, times, method=method.name, rtol=method.rtol, atol=method.atol,
-        options=options_of(method, times),
+        options=options_of(field.system, method, times),
     )  # fmt: skip
 
 
@@ -110,7 +110,7 @@ def test_contractive_flow(contracting):
     assert 0 < field.evaluations - forward < 4 * forward
     plain = odeint_adjoint(
         Field(system), x0, times, method="dopri5", rtol=1e-6, atol=1e-9,
-        options=options_of(method, times), adjoint_options={"norm": "seminorm"},
+        options=options_of(field.system, method, times), adjoint_options={"norm": "seminorm"},
     )  # fmt: skip
     assert worst(gradients(plain, system, x0), wanted) > 1e6
 

@@ -47,8 +47,8 @@ class RightHandSide(nn.Module):
         return self.system.velocity(t, x)
 
 
-def options_of(method, times):
-    options = solver_options(method, times)
+def options_of(system, method, times):
+    options = solver_options(system, method, times)
     if method.fixed_step:
         options["grid_constructor"] = lambda func, x, t: grid(method, t)
     return options
@@ -57,20 +57,20 @@ def options_of(method, times):
 def direct(system, x0, times, method):
     return odeint(
         RightHandSide(system), x0, times, method=method.name, rtol=method.rtol, atol=method.atol,
-        options=options_of(method, times),
+        options=options_of(system, method, times),
     )  # fmt: skip
 
 
 def checkpoint(system, x0, times, method):
     field, log = RightHandSide(system), StepLog(method)
     log.attach(field)
-    options = options_of(method, times)
+    options = options_of(system, method, times)
     with torch.no_grad():
         x = odeint(
             field, x0, times, method=method.name, rtol=method.rtol, atol=method.atol,
             options=options,
         )  # fmt: skip
-    options = solver_options(method, times)
+    options = solver_options(system, method, times)
     return replay(system.velocity, x0, times, method, log, options=options, expected=x), x
 
 

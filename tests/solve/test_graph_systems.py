@@ -100,6 +100,33 @@ def test_a_batch_of_graphs_moves_as_each_alone(close, name):
                 assert found.stats.evaluations[k] == own.stats.evaluations[0]
 
 
+@pytest.mark.parametrize(
+    ("name", "gradient"),
+    [(m, None) for m in ADAPTIVE if m != "scipy_solver"]  # which has its own norm
+    + [("dopri5", g) for g in ("direct", "checkpoint", "backsolve")],
+)
+def test_padding_changes_no_step(close, name, gradient):
+    """Absent tokens, far away: the same steps and, to rounding, states and gradients."""
+    x, edges = drawn(3, 1, 5, DIM), graph_of(adjacency_of(5, 2)).edges
+    room = torch.cat([x, 1e3 * drawn(4, 1, 20, DIM)], 1)
+    system, present = build(ed.GraphAttention, "et"), torch.arange(25)[None] < 5
+    padded = system.on(ed.Graph.from_edges(edges, 25)).masked(tokens=present)
+    found, counts = [], []
+    for each, x0 in ((system.on(ed.Graph.from_edges(edges, 5)), x), (padded, room)):
+        start = x0.clone().requires_grad_(gradient is not None)
+        solution = ed.solve(each, start, (0.0, 0.1, 0.3), method_of(name), gradient=gradient)
+        parts = [solution.x[:, :, :5].detach()]
+        if gradient is not None:
+            loss = each.activation(solution.x[-1])[:, :5].pow(3).sum()
+            of_start, *rest = torch.autograd.grad(loss, [start, *parameters(system)])
+            parts += [of_start[:, :5], *rest]
+        found.append(parts)
+        counts.append(int(torch.as_tensor(solution.stats.evaluations).sum()))
+    assert counts[0] == counts[1]
+    for own, with_room in zip(*found, strict=True):
+        close(with_room, own, 1e-10)
+
+
 @pytest.mark.parametrize("law", LAWS)
 def test_the_discrete_model_and_its_noise(close, law):
     """Noise is drawn for the whole batch, so that it is that of dense attention."""

@@ -8,7 +8,10 @@ machine), of calls that take turns in one process. Memory is what a force adds t
 resident memory of a process of its own: the high-water mark of the kernel (VmHWM), reset before.
 The cost per edge is that of graphs whose neighbours are near in memory, as nearest neighbours on
 an ordered set are, and of graphs whose neighbours are anywhere; there, above some 10,000 nodes,
-every edge waits for memory instead of cache.
+every edge waits for memory instead of cache, three times a force. A third of that wait is the
+search for 4 KiB pages: THP_MEM_ALLOC_ENABLE=1 in the environment has torch ask for huge ones.
+Products in tiles of 4,000 to 16,000 nodes, which the cache holds, were tried: a force is slower, as
+every tile has a row for each of its queries, with few edges or none.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 import math
 import numbers
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ __all__ = [
     "check_count",
     "check_finite",
     "check_positive",
+    "check_rows",
     "check_state",
     "check_tensor",
 ]
@@ -42,6 +44,23 @@ def check_count(name: str, value: int, least: int = 1) -> None:
         raise TypeError(f"{name}: expected an integer, got {type(value).__name__}")
     if value < least:
         raise bad(name, f"an integer >= {least}", value)
+
+
+def check_rows(name: str, rows: Tensor | Sequence[int], count: int) -> Tensor:
+    """Indices `(row,)` as they are, or of a sequence of integers as int64.
+
+    Raise unless they are integers, no mask, from 0 to `count` - 1, and at least one.
+    """
+    found = torch.as_tensor(rows)
+    if found.dtype not in (torch.int32, torch.int64) and found.numel():
+        raise TypeError(f"{name}: expected integers, got {found.dtype}")
+    if found.ndim != 1 or not found.numel():
+        raise bad(name, "one or more in a row", f"shape {tuple(found.shape)}")
+    if not 0 <= int(found.min()) <= int(found.max()) < count:
+        raise bad(
+            name, f"indices from 0 to {count - 1}", f"{int(found.min())} to {int(found.max())}"
+        )
+    return found
 
 
 def check_tensor(name: str, x: object, shape: tuple[int | None, ...], like: Tensor) -> None:

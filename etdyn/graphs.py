@@ -11,7 +11,7 @@ import scipy.sparse as sp
 import torch
 from torch import Tensor
 
-from etdyn.checks import bad, check_count
+from etdyn.checks import bad, check_count, check_rows
 
 __all__ = ["Graph"]
 
@@ -162,6 +162,11 @@ class Graph:
 
     def kept(self, edges: Tensor) -> Graph:
         """Only some of the edges; edges: bool `(edge,)`."""
+        if not isinstance(edges, Tensor) or edges.dtype != torch.bool:
+            kind = edges.dtype if isinstance(edges, Tensor) else type(edges).__name__
+            raise TypeError(f"edges: expected a bool tensor, got {kind}")
+        if edges.shape != self.keys.shape:
+            raise bad("edges", f"shape ({self.size},)", f"shape {tuple(edges.shape)}")
         counts = torch.zeros_like(self.query_starts[1:])
         counts.index_add_(0, self.queries, edges.to(counts.dtype))
         return _from_counts(self.keys[edges], counts, self.nodes, self.samples)
@@ -190,9 +195,7 @@ class Graph:
         """
         if self.samples != 1:
             raise bad("graph", "a single graph", f"{self.samples} samples")
-        if len(nodes) and not 0 <= int(nodes.min()) <= int(nodes.max()) < self.nodes:
-            raise bad("nodes", f"indices from 0 to {self.nodes - 1}",
-                      f"{int(nodes.min())} to {int(nodes.max())}")  # fmt: skip
+        nodes = check_rows("nodes", nodes, self.nodes)
         place = torch.full((self.nodes,), -1, dtype=torch.int32, device=self.device)
         place[nodes] = torch.arange(len(nodes), dtype=torch.int32, device=self.device)
         if int((place >= 0).sum()) != len(nodes):

@@ -163,6 +163,8 @@ class System(nn.Module):
 
         rows: int64 indices or bool `(batch,)`.
         """
+        if not isinstance(rows, Tensor) or rows.dtype not in (torch.bool, torch.int64):
+            raise TypeError(f"rows: expected a tensor of int64 or bool, got {_kind(rows)}")
         interaction = self.interaction.select(rows)
         tokens, keys = take(self._tokens, rows), take(self._keys, rows)
         if interaction is self.interaction and tokens is self._tokens and keys is self._keys:

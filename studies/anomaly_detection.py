@@ -9,7 +9,6 @@ training horizon, to equilibrium; and asks what energies say without any label.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import sys
@@ -78,6 +77,10 @@ class Model:
     """Of the encoder's outputs and the head's inputs, in training."""
     head: str = "mlp"
     """mlp or linear."""
+
+    def __post_init__(self) -> None:
+        with torch.random.fork_rng(devices=[]):
+            self.build(1)  # refuses what cannot be built, before anything is trained
 
     def build(self, features: int) -> NodeClassifier:
         """A fresh model, its weights from the global random state."""
@@ -188,9 +191,12 @@ class Bench:
 
     def __init__(self, config: Config, data: NodeData, about: str) -> None:
         self.config, self.data = config, data
+        for share in config.shares:
+            split_nodes(data.labels, share)  # refuses what is too small, before anything is trained
         self.path = config.folder / "scores.json"
+        parts = [data.features, data.labels, *(graph.edges for graph in data.graphs)]
         identity = json.loads(json.dumps({
-            "data": about, "checksum": checksum(data), "model": asdict(config.model),
+            "data": about, "checksum": store.checksum(parts), "model": asdict(config.model),
             "recipe": asdict(config.recipe),
         }))  # fmt: skip
         self.found: dict[str, Any] = {"of": identity}
@@ -256,15 +262,6 @@ class Bench:
             network = model.build(features) if name == ET else NETWORKS[name](features)
         split = split_nodes(self.data.labels, share, seed)
         return fit_nodes(network, self.data, split, self.config.recipe, seed)
-
-
-def checksum(data: NodeData) -> str:
-    """Of features, labels and edges, so that the scores of other data are not taken up."""
-    parts = [data.features, data.labels, *(graph.edges for graph in data.graphs)]
-    found = hashlib.sha256()
-    for part in parts:
-        found.update(part.contiguous().numpy(force=True).tobytes())
-    return found.hexdigest()[:16]
 
 
 def _dataset(rows: list[Any], coords: dict[str, Any]) -> xr.Dataset:

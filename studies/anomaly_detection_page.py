@@ -33,8 +33,8 @@ LIMITS = (
 
 def spread(values: xr.DataArray) -> str:
     """Mean and standard deviation over seeds."""
-    deviation = float(values.std("seed", ddof=1)) if values.sizes["seed"] > 1 else float("nan")
-    return f"{float(values.mean('seed')):.3f} ± {deviation:.3f}"
+    mean, one = f"{float(values.mean('seed')):.3f}", values.sizes["seed"] == 1
+    return mean if one else f"{mean} ± {float(values.std('seed', ddof=1)):.3f}"
 
 
 def table(result: xr.DataTree, share: float) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

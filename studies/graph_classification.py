@@ -152,6 +152,7 @@ class Run:
         self.config, self.number = config, number
         self.graphs = drawn(load_graphs(source), config.graphs, config.seed)
         self.data = GraphData(self.graphs)
+        self.checksum = self.data.checksum()
         self.networks = networks(config.et)
 
     def everything(self, bar: tqdm[Any]) -> dict[str, xr.Dataset]:
@@ -206,7 +207,9 @@ class Run:
         """
         path, seed = self.path(part), self.config.seed
         attributes = store.provenance(
-            f"{SCHEMA}.part/1", {"data": self.data.name, "seed": seed, **record}, torch.empty(0)
+            f"{SCHEMA}.part/1",
+            {"data": self.data.name, "checksum": self.checksum, "seed": seed, **record},
+            torch.empty(0),
         )
         if not path.exists():
             made = make()

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from etdyn.checks import check_count
+from etdyn.checks import bad, check_count, check_positive
 from etdyn.tasks import GraphClassifier, GraphData, et_blocks
 from etdyn.tasks.graph_baselines import (
     GCN,
@@ -44,7 +44,11 @@ class ETConfig:
     """Before the read-out."""
 
     def __post_init__(self) -> None:
-        check_count("blocks", self.blocks)
+        for name in ("blocks", "dim", "heads", "head_dim", "memories", "steps"):
+            check_count(name, getattr(self, name))
+        check_positive("step", self.step)
+        if not 0 <= self.dropout < 1:
+            raise bad("dropout", "a share in [0, 1)", self.dropout)
 
 
 @dataclass(frozen=True)

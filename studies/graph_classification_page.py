@@ -100,7 +100,20 @@ def competition(result: xr.DataTree) -> str:
             f"The Energy Transformer is within one standard deviation of GIN, or better, on {near} "
             f"of {scores.sizes['data']} data set(s)."
         )
-    return " ".join(said)
+    return " ".join([*said, *constant(result)])
+
+
+def constant(result: xr.DataTree) -> list[str]:
+    """Which networks do not beat a constant answer, so that nothing else about them counts."""
+    scores, sets = result["scores"].to_dataset(), result["sets"].to_dataset()
+    at_most = scores["test_accuracy"].mean("fold") <= sets["majority"]
+    found = [
+        f"{title(str(model))} on {name}"
+        for name in scores["data"].values
+        for model in scores["model"].values
+        if str(model) in NETWORKS and bool(at_most.sel(data=name, model=model))
+    ]
+    return [f"NO BETTER THAN NAMING THE LARGEST CLASS: {', '.join(found)}."] if found else []
 
 
 def cut_short(result: xr.DataTree) -> str:

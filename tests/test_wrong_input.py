@@ -72,6 +72,13 @@ def test_masks():
             once.masked(**{name: torch.ones(second).bool()})
 
 
+def test_rows_to_select():
+    system = ed.EnergyTransformer(8, 1, 4, 4).masked(tokens=torch.ones(3, 2).bool())
+    for rows, kind in (([0, 1], "list"), (torch.ones(1), r"torch\.float32")):
+        with pytest.raises(TypeError, match=f"rows: expected .* int64 or bool, got {kind}"):
+            system.select(rows)
+
+
 def test_parts_of_a_system_stay():
     system = ed.EnergyTransformer(8, 1, 4, 4)
     with pytest.raises(ValueError, match="hopfield: expected a part that stays"):

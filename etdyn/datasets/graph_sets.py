@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from etdyn.checks import bad
+from etdyn.checks import bad, check_rows
 from etdyn.datasets.graph_formats import check_edges, check_features, read_lines, zip_members
 from etdyn.datasets.superpixels import superpixel_edges, superpixels_of
 
@@ -69,11 +69,9 @@ class GraphSet:
     def subset(self, rows: Tensor | Sequence[int]) -> Self:
         """Some of the graphs, in this order; `classes` stays.
 
-        rows: integers, at least one. Raises TypeError for others, IndexError out of range.
+        rows: integers, at least one. Raises TypeError for others, ValueError out of range.
         """
-        rows = torch.as_tensor(rows)
-        if rows.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"rows: expected integers, got {rows.dtype}")
+        rows = check_rows("rows", rows, len(self))
         picked: dict[str, Any] = {
             name: None if parts is None else [parts[row] for row in rows.tolist()]
             for name, parts in (

@@ -3,7 +3,9 @@
 The steps are cut into pieces of 8, 64, 512, ... that are nested torch checkpoints: autograd holds
 at most 8 states per level and the graph of one piece of 8 steps, so memory grows with the
 logarithm of the number of steps, and each step is taken once more per level. The same steps are
-taken with the same operations, so values and gradients are those of gradient="direct".
+taken with the same operations, so values are those of gradient="direct", and so are gradients where
+steps are fixed. The lengths of adaptive steps are constants here; "direct" differentiates them too,
+which moves its gradient by less than the error of the solve.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from collections.abc import Callable
@@ -76,7 +77,7 @@ def cross_validate(
     folds: int = 10,
     seed: int = 0,
     model: dict[str, Any] | None = None,
-    path: Path | None = None,
+    path: str | Path | None = None,
 ) -> xr.Dataset:
     """Nested cross-validation of one model.
 
@@ -89,18 +90,23 @@ def cross_validate(
         config: of the training.
         folds, seed: see `nested_folds`.
         model: what `build` makes, as JSON can hold it, for the record.
-        path: of a zarr store that is written after each fold; one that is there is continued.
+        path: of a zarr store that is written after each fold; one that is there is continued
+            where it is of the same data, model and settings. Needs `model`.
 
     Returns:
         Dataset over `fold`: test_accuracy, train_accuracy, the fields of `FitReport`, and
         parameters, the size of the model.
 
     Raises:
-        ValueError: as `nested_folds`; a store at `path` with another configuration.
+        ValueError: as `nested_folds`; a store at `path` of something else; `path` without `model`.
     """
+    if path is not None and not model:
+        raise bad("model", "a record of what build makes, by which path is continued", model)
+    path = None if path is None else Path(path)
     record = {
-        "data": data.name, "positions": [data.encoding, data.positions], "model": model or {},
-        "fit": asdict(config), "folds": folds, "seed": seed,
+        "data": data.name, "checksum": data.checksum(),
+        "positions": [data.encoding, data.positions], "model": model or {}, "fit": asdict(config),
+        "folds": folds, "seed": seed,
     }  # fmt: skip
     attributes = store.provenance("etdyn.cross_validation/1", record, torch.empty(0))
     done = _resume(path, attributes)
@@ -152,8 +158,9 @@ def _resume(path: Path | None, attributes: dict[str, Any]) -> list[dict[str, flo
     if path is None or not path.exists():
         return []
     found = store.load(path)
-    if found.attrs["etdyn_config"] != attributes["etdyn_config"]:
-        raise bad("path", f"a run of {attributes['etdyn_config']}", found.attrs["etdyn_config"])
+    wanted, got = (json.loads(a["etdyn_config"]) for a in (attributes, found.attrs))
+    if other := {name: got.get(name) for name in wanted if got.get(name) != wanted[name]}:
+        raise bad("path", f"a run of { {name: wanted[name] for name in other} }", other)
     return [
         {str(name): column.values[row].item() for name, column in found.data_vars.items()}
         for row in range(found.sizes["fold"])

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from etdyn.checks import bad
+from etdyn.checks import bad, check_rows, check_tensor
 
 __all__ = ["THRESHOLDS", "NodeSplit", "detection_scores", "split_nodes"]
 
@@ -17,11 +17,30 @@ THRESHOLDS = np.arange(1, 20) / 20  # the published ones (ET section 2.3)
 
 @dataclass(frozen=True)
 class NodeSplit:
-    """Labelled nodes for training, for choosing, and for the test; int64 indices, sorted."""
+    """Labelled nodes for training, for choosing, and for the test; int64 indices.
+
+    Raises ValueError, TypeError for masks, parts without nodes, and nodes in two parts.
+    """
 
     train: Tensor
     validation: Tensor
     test: Tensor
+
+    def __post_init__(self) -> None:
+        """Refuse what would let the test be seen."""
+        for name, part in vars(self).items():
+            check_rows(name, part, 2**63 - 1)
+        together = torch.cat([self.train, self.validation, self.test])
+        if len(torch.unique(together)) < len(together):
+            raise bad("split", "every node once", "nodes that are in two parts")
+
+    def check(self, labels: Tensor, *parts: str) -> None:
+        """Raise `ValueError` unless these parts have anomalies, normal nodes, and no others."""
+        for name in parts:
+            part = check_rows(name, getattr(self, name), len(labels))
+            kinds = torch.unique(labels[part.to(labels.device)]).tolist()
+            if kinds != [0, 1]:
+                raise bad(name, "nodes of labels 0 and 1, both", f"labels {kinds}")
 
 
 def split_nodes(labels: Tensor, share: float, seed: int = 0) -> NodeSplit:
@@ -65,7 +84,7 @@ def detection_scores(labels: Tensor, probability: Tensor, split: NodeSplit) -> d
 
     Args:
         labels: int64 `(node,)`, 1 for an anomaly.
-        probability: `(node,)`, of being one.
+        probability: `(node,)`, of being one, from 0 to 1.
         split: the threshold of Macro-F1 is the best of `THRESHOLDS` on its validation nodes.
 
     Returns:
@@ -73,13 +92,16 @@ def detection_scores(labels: Tensor, probability: Tensor, split: NodeSplit) -> d
         validation nodes' `validation_roc_auc`.
 
     Raises:
-        ValueError: NaN among the probabilities.
+        ValueError, TypeError: probabilities of another shape or outside 0 to 1, NaN among them; a
+            part of the split without anomalies or with unlabelled nodes.
     """
     from sklearn.metrics import average_precision_score, f1_score, roc_auc_score  # noqa: PLC0415
 
+    check_tensor("probability", probability, (len(labels),), probability)
     p, y = probability.numpy(force=True), labels.numpy(force=True)
-    if not np.isfinite(p).all():
-        raise bad("probability", "finite values", f"{int((~np.isfinite(p)).sum())} others")
+    if out := int((~((p >= 0) & (p <= 1))).sum()):
+        raise bad("probability", "numbers from 0 to 1", f"{out} others")
+    split.check(labels, "validation", "test")
     held, test = split.validation.numpy(), split.test.numpy()
 
     def macro_f1(part: np.ndarray, threshold: float) -> float:

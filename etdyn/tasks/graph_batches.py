@@ -7,6 +7,7 @@ padding. Source: ET section 1.7.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
@@ -16,7 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from etdyn.checks import bad, check_choice, check_count
+from etdyn import store
+from etdyn.checks import bad, check_choice, check_count, check_rows
 from etdyn.datasets.graph_sets import GraphSet
 from etdyn.graphs import Graph
 
@@ -192,6 +194,8 @@ class GraphData:
     """
 
     def __init__(self, graphs: GraphSet, positions: str = "walk", k: int = 16) -> None:
+        if not isinstance(graphs, GraphSet):
+            raise TypeError(f"graphs: expected a GraphSet, got {type(graphs).__name__}")
         check_choice("positions", positions, POSITIONS)
         check_count("k", k)
         self.name, self.labels, self.classes = graphs.name, graphs.labels, graphs.classes
@@ -211,12 +215,18 @@ class GraphData:
     def __len__(self) -> int:
         return len(self._examples)
 
+    def checksum(self) -> str:
+        """Of labels, features and edges, so that results of other graphs are not taken up."""
+        parts = [(e.features, e.edges, e.edge_features) for e in self._examples]
+        return store.checksum([self.labels, *itertools.chain.from_iterable(parts)])
+
     def standardised(self, rows: Sequence[int] | Tensor) -> GraphData:
         """The same graphs with node features of mean 0 and deviation 1 over some of the graphs.
 
-        Features that are only 0 or 1 stay.
+        Features that are only 0 or 1 stay. rows: see `batch`.
         """
-        seen = torch.cat([self._examples[int(row)].features for row in rows])
+        rows = check_rows("rows", rows, len(self)).tolist()
+        seen = torch.cat([self._examples[row].features for row in rows])
         binary = ((seen == 0) | (seen == 1)).all(0)
         mean = seen.mean(0).masked_fill(binary, 0.0)
         std = seen.std(0, correction=0).masked_fill(binary, 1.0)
@@ -229,9 +239,10 @@ class GraphData:
     def batch(self, rows: Sequence[int] | Tensor, padded: bool = False) -> GraphBatch:
         """Some of the graphs packed together, in this order.
 
+        rows: integers, at least one. Raises TypeError for others, ValueError out of range.
         padded: states of one row a graph, `(graph, token, dim)`, instead of `(1, token, dim)`.
         """
-        rows = [int(row) for row in rows]
+        rows = check_rows("rows", rows, len(self)).tolist()
         picked = [self._examples[row] for row in rows]
         sizes = torch.tensor([len(e.features) for e in picked])
         owner = torch.arange(len(rows)).repeat_interleave(sizes)

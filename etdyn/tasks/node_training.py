@@ -103,7 +103,14 @@ def fit_nodes(
         data: on the device and in the dtype of the model.
         split, recipe: see there.
         seed: of batches, neighbourhoods, and what is dropped.
+
+    Raises:
+        ValueError, TypeError: data that `prepare_nodes` did not make; training or validation
+            nodes without anomalies or with unlabelled ones.
     """
+    if not isinstance(data, NodeData):
+        raise TypeError(f"data: expected NodeData, see prepare_nodes, got {type(data).__name__}")
+    split.check(data.labels, "train", "validation")
     began = time.perf_counter()
     run = _Run(model, data, split, recipe)
     best, chosen, history = -math.inf, 0, []

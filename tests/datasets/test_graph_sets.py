@@ -330,5 +330,8 @@ def test_subset_keeps_order_and_classes() -> None:
     assert GraphSet(**GOOD | {"edge_features": None}, name="g").subset([1]).edge_features is None
     with pytest.raises(TypeError, match=r"rows: expected integers, got torch\.bool"):
         data.subset(data.labels == 3)
-    with pytest.raises(IndexError):
-        data.subset([1797])
+    for row in (1797, -1):
+        with pytest.raises(
+            ValueError, match=f"rows: expected indices from 0 to 1796, got {row} to {row}"
+        ):
+            data.subset([row])

@@ -160,3 +160,12 @@ def test_induced_refuses_what_is_no_part():
         graph.induced(torch.tensor([3, 1]))
     with pytest.raises(ValueError, match="graph: expected a single graph, got 2 samples"):
         graph.tiled(2).induced(torch.tensor([0]))
+
+
+def test_kept_takes_a_mask_of_all_edges():
+    graph = of(torch.ones(3, 3) > 0)
+    for wrong, kind in ((torch.tensor([0, 1]), r"torch\.int64"), ([True] * 9, "list")):
+        with pytest.raises(TypeError, match=f"edges: expected a bool tensor, got {kind}"):
+            graph.kept(wrong)
+    with pytest.raises(ValueError, match=r"edges: expected shape \(9,\), got shape \(2,\)"):
+        graph.kept(torch.tensor([True, False]))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import tyro
+import xarray as xr
 
 import etdyn as ed
 from etdyn.tasks import node_baselines
@@ -240,3 +241,27 @@ def test_the_command_line_names_mistakes(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match=r"^error: source: expected .* does not exist"):
         runpy.run_path(anomaly_detection.__file__, run_name="__main__")
     assert not list(tmp_path.iterdir())
+
+
+def test_shares_that_leave_too_few_nodes_end_it_before_training(config, monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("nothing may be trained")
+
+    monkeypatch.setattr(Bench, "scored", refuse)
+    with pytest.raises(ValueError, match="share: expected one that leaves every part some nodes"):
+        main(replace(config, name="few", shares=(0.4, 1e-4)))
+
+
+def test_models_that_cannot_be_built_are_refused_at_once():
+    state = torch.get_rng_state()
+    for changes, message in (({"dim": 0}, "dim: "), ({"step": np.nan}, "step: "),
+                             ({"dynamics": "odd"}, "dynamics: ")):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            Model(**changes)
+    Model()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_one_seed_has_no_deviation():
+    values = xr.DataArray([0.5, 0.7], dims="seed")
+    assert page.spread(values) == "0.600 ± 0.141" and page.spread(values[:1]) == "0.500"

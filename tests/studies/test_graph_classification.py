@@ -3,6 +3,7 @@
 import json
 import shutil
 from html import escape
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -239,3 +240,32 @@ def test_help_explains_every_field(capsys):
     shown = capsys.readouterr().out
     for name in Config.__dataclass_fields__:
         assert f"--{name.replace('_', '-')}" in shown, name
+
+
+@pytest.mark.parametrize("changes", [{"dim": 0}, {"steps": 0}, {"step": np.nan}, {"dropout": 1.0}])
+def test_models_that_cannot_be_built_are_refused_at_once(changes):
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        ETConfig(**changes)
+
+
+def test_a_constant_answer_is_called_one(result):
+    """A network no better than the share of the largest class, whatever else it beats."""
+    sets, scores = result["sets"].to_dataset(), result["scores"].to_dataset().copy(deep=True)
+    name = str(scores["data"].values[0])
+    scores["test_accuracy"][:] = 1.0
+    changed = xr.DataTree.from_dict({"sets": sets, "scores": scores})
+    assert page.constant(changed) == []
+    at = {"data": name, "model": "gin"}
+    scores["test_accuracy"].loc[at] = float(sets["majority"].sel(data=name))
+    changed = xr.DataTree.from_dict({"sets": sets, "scores": scores})
+    assert page.constant(changed) == [f"NO BETTER THAN NAMING THE LARGEST CLASS: GIN on {name}."]
+
+
+def test_parts_of_other_graphs_are_not_taken_up(config, study, tmp_path):
+    """A folder of the same name with other labels in it."""
+    source = Path(config.data[1])
+    shutil.copytree(source, tmp_path / source.name)
+    labels = tmp_path / source.name / "RINGS_graph_labels.txt"
+    labels.write_text("".join(labels.read_text().splitlines(keepends=True)[::-1]))
+    with pytest.raises(ValueError, match=r"(path|name): expected .*run of .*checksum"):
+        main(rings_only(config, data=(str(tmp_path / source.name),)))

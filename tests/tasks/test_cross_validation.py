@@ -1,6 +1,7 @@
 """Folds, the training loop, and that a test fold is seen once."""
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -184,8 +185,36 @@ def test_cross_validation_is_recorded_and_continued(data, tmp_path):
     assert store.load(path).identical(result)
     assert result.attrs["etdyn_schema"] == "etdyn.cross_validation/1"
     assert bool((result.parameters == sum(p.numel() for p in small(data).parameters())).all())
-    with pytest.raises(ValueError, match="path: expected a run of"):
-        cross_validate(small, data, FitConfig(epochs=5), **arguments, path=path)
+    with pytest.raises(ValueError, match=r"path: expected a run of \{'fit': .*'epochs': 5"):
+        cross_validate(small, data, FitConfig(epochs=5), **arguments, path=str(path))
+    with pytest.raises(ValueError, match="model: expected a record of what build makes"):
+        cross_validate(small, data, FAST, folds=3, path=path)
+
+
+def test_what_is_continued_is_of_the_same_graphs(data, triangle_graphs, tmp_path):
+    """Not only of the same name: every label, feature and edge counts."""
+    arguments = {"folds": 3, "model": {"name": "small"}, "path": tmp_path / "run.zarr"}
+    graphs = triangle_graphs()
+    cross_validate(small, GraphData(graphs, k=4), FAST, **arguments)
+    features = [f.clone() for f in graphs.features]
+    features[-1][-1, -1] += 1e-6
+    edges = [*graphs.edges[:-1], graphs.edges[-1][:, 2:]]
+    for change in ({"labels": 1 - graphs.labels}, {"features": features}, {"edges": edges}):
+        other = GraphData(replace(graphs, **change), k=4)
+        with pytest.raises(ValueError, match=r"path: expected a run of \{'checksum'"):
+            cross_validate(small, other, FAST, **arguments)
+
+
+def test_masks_are_no_rows(data):
+    mask = torch.arange(len(data)) < 20
+    for verb in (data.batch, data.standardised):
+        with pytest.raises(TypeError, match=r"rows: expected integers, got torch\.bool"):
+            verb(mask)
+        with pytest.raises(TypeError, match="rows: expected integers"):
+            verb([0.5])
+        for rows in ([-1], [len(data)], []):
+            with pytest.raises(ValueError, match="rows: expected"):
+                verb(rows)
 
 
 class Memory(nn.Module):

@@ -176,12 +176,37 @@ def test_rising_maps_change_macro_f1_only(case):
     assert single["threshold"] == a["threshold"] and single["macro_f1"] == a["macro_f1"]
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_probabilities_must_be_finite(case, value):
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -0.1, 1.1])
+def test_probabilities_are_probabilities(case, value):
     labels, p, split = case
     p = p.index_fill(0, torch.tensor([5, 7]), value)
-    with pytest.raises(ValueError, match="probability: expected finite values, got 2 others"):
+    with pytest.raises(ValueError, match="probability: expected numbers from 0 to 1, got 2 others"):
         detection_scores(labels, p, split)
+
+
+def test_probabilities_are_one_a_node(case):
+    labels, p, split = case
+    for wrong in (p[1:], torch.stack([1 - p, p], 1)):
+        with pytest.raises(ValueError, match=r"probability: expected shape \(\d+\), got"):
+            detection_scores(labels, wrong, split)
+    with pytest.raises(TypeError, match=r"probability: expected a torch\.Tensor, got ndarray"):
+        detection_scores(labels, p.numpy(), split)
+
+
+def test_parts_that_tell_nothing_or_too_much_are_refused(case):
+    labels, p, split = case
+    with pytest.raises(ValueError, match="split: expected every node once, got nodes that are in"):
+        NodeSplit(split.train, split.validation, split.validation)
+    with pytest.raises(TypeError, match=r"train: expected integers, got torch\.bool"):
+        NodeSplit(labels > 0, split.validation, split.test)
+    with pytest.raises(ValueError, match="test: expected one or more"):
+        NodeSplit(split.train, split.validation, split.test[:0])
+    normal = split.test[labels[split.test] == 0]
+    unlabelled = torch.cat([split.test, (labels < 0).nonzero().flatten()])
+    for test, kinds in ((normal, r"\[0\]"), (unlabelled, r"\[-1, 0, 1\]")):
+        by_hand = NodeSplit(split.train, split.validation, test)
+        with pytest.raises(ValueError, match=f"test: expected nodes of .* got labels {kinds}"):
+            detection_scores(labels, p, by_hand)
 
 
 def test_a_split_by_hand():

@@ -396,3 +396,20 @@ def test_a_split_without_a_generator_of_its_own_is_enough(neighbours):
     split = NodeSplit(rows[:120], rows[120:190], rows[190:])
     fit = fit_nodes(MLP(3, dim=8), neighbours, split, SAMPLED)
     assert len(fit.history) == 3
+
+
+def test_wrong_data_and_splits_by_hand_are_refused(neighbours, split):
+    """Before anything is trained; the test's labels are not looked at, so may be missing."""
+    model, unlabelled = classifier(neighbours), (neighbours.labels < 0).nonzero().flatten()
+    with pytest.raises(TypeError, match="data: expected NodeData, see prepare_nodes, got Tensor"):
+        fit_nodes(model, neighbours.features, split, SHORT)
+    normal = split.train[neighbours.labels[split.train] == 0]
+    for train, message in (
+        (normal, r"train: expected nodes .* got labels \[0\]"),
+        (unlabelled, r"train: expected nodes .* got labels \[-1\]"),
+        (split.train + len(neighbours.labels), "train: expected indices from 0 to 299"),
+    ):
+        by_hand = NodeSplit(train, split.validation, split.test)
+        with pytest.raises(ValueError, match=message):
+            fit_nodes(model, neighbours, by_hand, SHORT)
+    fit_nodes(model, neighbours, NodeSplit(split.train, split.validation, unlabelled), SHORT)

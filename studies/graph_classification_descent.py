@@ -66,14 +66,16 @@ def descent(trained: Trained, follow: int, doublings: int, evaluations: int) -> 
 
     Args:
         trained: its model is left as it is found, in float32.
-        follow: at most so many test graphs, the first of the fold.
+        follow: at most so many test graphs, drawn at random: files list graphs class by class.
         doublings: of the training horizon T alpha.
         evaluations: at most, of the search for an equilibrium.
 
     Returns:
         Dataset over block, step (of the model), time (of the flow), run (of Euler), and graph.
     """
-    model, rows = copy.deepcopy(trained.model).double().requires_grad_(False), trained.test[:follow]
+    model = copy.deepcopy(trained.model).double().requires_grad_(False)
+    order = torch.randperm(len(trained.test), generator=torch.Generator().manual_seed(0))
+    rows = trained.test[order[:follow]].sort().values
     batch = trained.data.batch(rows, padded=True).double()
     horizon = model.steps * model.step
     runs = np.concatenate([[0], 2 ** np.arange(doublings + 1)])
@@ -98,6 +100,7 @@ def descent(trained: Trained, follow: int, doublings: int, evaluations: int) -> 
         "time": times, "run": runs * horizon, "graph": rows.numpy(),
     }  # fmt: skip
     found |= _equilibria(solutions[-1], evaluations, correct)
+    found["label"] = labelled("graph", batch.labels, "class")
     found["tokens"] = labelled("graph", batch.sizes + 1, "nodes and CLS")
     attrs = {"horizon": horizon, "alpha": model.step, "steps": model.steps, "tight": TIGHT}
     return xr.Dataset(found, coords, attrs)

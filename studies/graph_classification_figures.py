@@ -41,6 +41,8 @@ def draw_accuracy(result: xr.DataTree) -> Figure:
         _accuracies(ax, result, str(name), models)
     for ax in axes.ravel()[len(names) :]:
         ax.remove()
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2,
+                  frameon=False)  # fmt: skip
     return figure
 
 
@@ -63,7 +65,6 @@ def _accuracies(ax: Axes, result: xr.DataTree, name: str, models: list[str]) -> 
     ax.axvline(100 * share, color="#555555", linestyle=":", linewidth=0.9, label="largest class")
     ax.set(yticks=rows, yticklabels=[title(m) for m in models], title=name,
            xlabel="test accuracy (%)", ylim=(-0.6, len(models) - 0.4))  # fmt: skip
-    plots.legend(ax)
 
 
 def draw_descent(group: xr.Dataset) -> Figure:

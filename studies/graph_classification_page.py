@@ -194,6 +194,7 @@ def following(name: str, group: xr.Dataset) -> str:
         else "the decision hardly depends on where along the descent it is read"
     )
     resting = group["rest_converged"]
+    commonest = float(np.bincount(group["label"]).max()) / graphs
     return (
         f"On {graphs} test graphs of {name} the energy falls in {int(falls.sum())} of {falls.size} "
         f"passes of a graph through a block. The {group.attrs['steps']} step(s) of "
@@ -204,7 +205,8 @@ def following(name: str, group: xr.Dataset) -> str:
         f"{float(last['flow_imbalance'].isel(time=-1).median()):.2g} of the force (median over "
         f"graphs; {float(last['flow_imbalance'].isel(time=0).median()):.2g} at its start). "
         f"Accuracy of the read-out: {accuracy['model']:.1f} % for the model (standard error "
-        f"{error:.1f}), {accuracy['flow']:.1f} % for the last block's flow at that horizon, "
+        f"{error:.1f}; {100 * commonest:.1f} % are of one class), "
+        f"{accuracy['flow']:.1f} % for the last block's flow at that horizon, "
         f"{accuracy['flow far']:.1f} % at t = {far:g} and {accuracy['Euler far']:.1f} % for Euler "
         f"there, {accuracy['rest']:.1f} % at the leaky flow's equilibrium: {verdict}. "
         f"`find_equilibrium` brought {int(resting.sum())} of {graphs} graphs below a residual of "

@@ -13,7 +13,7 @@ import xarray as xr
 
 import etdyn as ed
 from etdyn.datasets import GraphSet, load_graphs
-from etdyn.tasks import GraphData, cross_validate, cross_validation
+from etdyn.tasks import GraphData, cross_validate, cross_validation, nested_folds
 from studies import graph_classification
 from studies import graph_classification_page as page
 from studies.graph_classification import Config, main
@@ -269,3 +269,13 @@ def test_parts_of_other_graphs_are_not_taken_up(config, study, tmp_path):
     labels.write_text("".join(labels.read_text().splitlines(keepends=True)[::-1]))
     with pytest.raises(ValueError, match=r"(path|name): expected .*run of .*checksum"):
         main(rings_only(config, data=(str(tmp_path / source.name),)))
+
+
+def test_followed_graphs_are_drawn_from_the_whole_fold(result, config):
+    """Files list graphs class by class: the first of a fold would be of one class."""
+    drawn = graph_classification.drawn(load_graphs("digits"), config.graphs, config.seed)
+    group, fold = result[f"descent/{NAMES[0]}"], nested_folds(drawn.labels, config.folds)[0]
+    rows = group["graph"].values
+    assert len(rows) == 24 < len(fold.test) and set(rows) <= set(fold.test.tolist())
+    assert rows.max() > fold.test[len(fold.test) // 2] and list(rows) != fold.test[:24].tolist()
+    assert group["label"].values.tolist() == drawn.labels[rows].tolist()

@@ -4,8 +4,8 @@ The steps are cut into pieces of 8, 64, 512, ... that are nested torch checkpoin
 at most 8 states per level and the graph of one piece of 8 steps, so memory grows with the
 logarithm of the number of steps, and each step is taken once more per level. The same steps are
 taken with the same operations, so values are those of gradient="direct", and so are gradients where
-steps are fixed. The lengths of adaptive steps are constants here; "direct" differentiates them too,
-which moves its gradient by less than the error of the solve.
+steps are fixed. The lengths of adaptive steps are constants here; "direct" differentiates them too
+(dopri5 on a weighted graph: 1e-4 apart at rtol 1e-3, where the solve is 3e-3 off).
 """
 
 from __future__ import annotations
